@@ -1,0 +1,1 @@
+"""Complete training runs, a page each: data, a task, and a command line."""

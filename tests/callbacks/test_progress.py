@@ -1,0 +1,201 @@
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.callbacks import ProgressBar, Run
+from trainer.config import TrainerConfig
+
+Output = pytest.CaptureFixture[str]
+
+
+def test_what_it_says_at_the_start(make_run: Callable[..., Run], capsys: Output) -> None:
+    run, bar = make_run(), ProgressBar()
+    bar.on_fit_start(run)
+    bar.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split(maxsplit=1) == [
+        "task",
+        "Tiny, 1,200 parameters (1,100 trainable), 4.8 kB",
+    ]
+    assert lines[1] == "world size  2 on cpu, precision fp32"
+    assert lines[2] == "batch       global 128, micro 32, accumulation steps 2"
+    assert lines[3] == f"run_dir     {run.run_dir}"
+    assert len(lines) == 4
+
+
+def test_lines_by_time_not_by_step(make_run: Callable[..., Run], capsys: Output) -> None:
+    run, bar = make_run(metrics={"train/loss": 0.25}), ProgressBar(line_every_s=0.2)
+    bar.on_fit_start(run)
+    end = time.monotonic() + 1.1
+    while time.monotonic() < end:
+        run._state.step += 1
+        run._state.samples += 128
+        time.sleep(0.001)
+    time.sleep(0.3)
+    before_pause = len(capsys.readouterr().out.splitlines()) - 4
+    assert 2 <= before_pause <= 7
+    time.sleep(0.5)  # no step, no line
+    assert capsys.readouterr().out == ""
+    run._state.step, run._state.samples = 50, run._state.samples + 128
+    time.sleep(0.4)
+    bar.close()
+    line = capsys.readouterr().out
+    parts = line.strip().split("  ")
+    assert parts[:3] == ["epoch 1/2", "step 50/100", "loss 0.25"]
+    assert parts[3].endswith(" samples/s")
+    assert parts[4].endswith(" left")
+    assert not [t for t in threading.enumerate() if t.name == "progress"]
+
+
+def test_speed_and_time_left(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    run, bar = make_run(), ProgressBar()
+    run._state.step, run._state.samples = 40, 4000  # a resumed run
+    bar.on_fit_start(run)
+    bar.close()
+    assert bar._line() == "epoch 1/2  step 40/100"
+    now, run._state.step, run._state.samples = 1002.0, 60, 6000
+    assert bar._line() == "epoch 1/2  step 60/100  1,000 samples/s  0:00:04 left"
+    now = 1010.0
+    bar.on_validation_end(run, {"val/loss": 0.123456, "val/accuracy": 0.99})
+    now, run._state.epoch, run._state.step, run._state.samples = 1011.0, 1, 80, 8000
+    assert bar._line() == "epoch 2/2  step 80/100  2,000 samples/s  0:00:06 left"
+    run._state.epoch, run.total_steps, run.config = 2, None, TrainerConfig(max_steps=9)
+    assert bar._line() == "epoch 3  step 80  2,000 samples/s"
+    assert "step 60  val/loss 0.1235  val/accuracy 0.99\n" in capsys.readouterr().out
+
+
+def test_what_it_says_at_the_end(make_run: Callable[..., Run], capsys: Output) -> None:
+    run, bar = make_run(), ProgressBar()
+    bar.on_fit_start(run)
+    capsys.readouterr()
+    run._state.step, run._state.epoch = 80, 2
+    run.metrics = {
+        "train/loss": 0.5,
+        "train/lr": 0.1,
+        "perf/samples_per_s": 1.0,
+        "val/loss": 0.25,
+        "val/accuracy": 0.9,
+        "test/accuracy": 0.875,
+    }
+    run.last_checkpoint, run.best_checkpoint = Path("c/step-00000080"), Path("c/step-00000040")
+    run.request_stop("val/loss has not improved")
+    bar.on_fit_end(run)
+    out = capsys.readouterr().out
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[0] == ["train", "val", "test"]
+    assert lines[1] == ["loss", "0.5", "0.25"]
+    assert lines[2] == ["accuracy", "0.9", "0.875"]
+    assert out.splitlines()[2].index("0.9") > out.splitlines()[1].index("0.5")
+    assert "80 steps, 2 epochs" in out
+    assert "stopped: val/loss has not improved" in out
+    assert lines[-2] == ["last", "c/step-00000080"]
+    assert lines[-1] == ["best", "c/step-00000040"]
+
+
+def test_an_end_with_nothing_to_show(make_run: Callable[..., Run], capsys: Output) -> None:
+    run, bar = make_run(), ProgressBar()
+    bar.on_fit_start(run)
+    capsys.readouterr()
+    bar.on_fit_end(run)
+    bar.close()  # the loop always closes
+    assert capsys.readouterr().out == "done  0 steps, 0 epochs, 0:00:00\n"
+    ProgressBar().close()
+
+
+@pytest.mark.parametrize("wrong", [{"refresh_s": 0}, {"line_every_s": -1.0}])
+def test_wrong_options(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.*more than 0"):
+        ProgressBar(**wrong)
+
+
+# --- on a terminal ------------------------------------------------------------------------------
+
+FIT = """
+import sys, threading, time
+sys.path.insert(0, sys.argv[1])
+from conftest import Tiny
+from trainer.callbacks import ProgressBar, Run
+from trainer.config import TrainerConfig
+
+run = Run(Tiny(), TrainerConfig(max_epochs=1), ".", 1, 8, 8, 1, 100, 100, "cpu")
+bar = ProgressBar(refresh_s=0.05)
+bar.on_fit_start(run)
+try:
+    for step in range(1, 51):
+        run._state.step, run._state.samples = step, 8 * step
+        time.sleep(0.01)
+    print("a line of the user")
+    bar.on_validation_end(run, {"val/loss": 0.5})
+    print("READY")
+    if sys.argv[2] != "end":
+        time.sleep(30)
+    bar.on_fit_end(run)
+finally:
+    bar.close()
+print("AFTER", threading.active_count())
+"""
+
+
+def in_terminal(end: str) -> tuple[str, int]:
+    """Run FIT in a pseudo-terminal; return all that it wrote and its exit code."""
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", FIT, str(Path(__file__).parent), end],
+        stdout=slave,
+        stderr=slave,
+        stdin=slave,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"},
+    )
+    os.close(slave)
+    written, deadline, sent = b"", time.monotonic() + 60, False
+    while time.monotonic() < deadline:
+        if not select.select([master], [], [], 1)[0]:
+            continue
+        try:
+            chunk = os.read(master, 4096)
+        except OSError:  # the other side is closed
+            break
+        if not chunk:
+            break
+        written += chunk
+        if b"READY" in written and end != "end" and not sent:
+            time.sleep(0.3)
+            process.send_signal(getattr(signal, end))
+            sent = True
+    os.close(master)
+    return written.decode(), process.wait(timeout=30)
+
+
+@pytest.mark.parametrize("end", ["end", "SIGINT", "SIGTERM", "SIGKILL"])
+def test_terminal(end: str) -> None:
+    written, code = in_terminal(end)
+    assert "\x1b[?25l" not in written  # the cursor is never hidden
+    assert "step 50/100" in written
+    assert "a line of the user\r\n" in written
+    assert "step 50  val/loss 0.5" in written
+    assert 3 < written.count("samples/s") < 60
+    if end == "end":
+        assert code == 0
+        assert "AFTER 1\r\n" in written
+        assert "done" in written
+    elif end == "SIGINT":
+        assert code != 0
+        assert "KeyboardInterrupt" in written.split("READY")[1]
+    else:
+        assert code == -getattr(signal, end)
+        # Whoever prints next starts on a line of their own.
+        assert written.endswith("\n")

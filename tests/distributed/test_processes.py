@@ -1,0 +1,302 @@
+"""Real ranks: what they return, how they fail, and that nothing of them stays behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("launched.py")
+ROOT = Path(__file__).parents[2]
+
+
+class Program:
+    """A program in a process group of its own, whose processes and files can be found later."""
+
+    def __init__(self, command, folder, **env):
+        self.mark = f"TRAINER_TEST_MARK={uuid.uuid4()}"
+        self.tmp = folder / "tmp"
+        self.tmp.mkdir(exist_ok=True)
+        self.shm = set(os.listdir("/dev/shm"))
+        name, _, value = self.mark.partition("=")
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "TRAINER_"))}
+        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**inherited, "TMPDIR": str(self.tmp), "PYTHONPATH": paths, name: value, **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait_until_ready(self):
+        for line in self.process.stdout:
+            if line == "READY\n":
+                return
+        raise AssertionError(f"never ready: {self.process.stderr.read()}")
+
+    def end(self, within):
+        """Wait for the program and check that nothing is left; return (code, stdout, stderr)."""
+        try:
+            stdout, stderr = self.process.communicate(timeout=within)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            for pid in self.processes():
+                os.kill(pid, signal.SIGKILL)
+            stdout, stderr = self.process.communicate()
+            raise AssertionError(f"ran over {within} s: {stdout}\n{stderr}") from None
+        eventually(lambda: not self.processes(), "processes are left")
+        eventually(lambda: not set(os.listdir("/dev/shm")) - self.shm, "shared memory is left")
+        left = [p.name for p in self.tmp.iterdir() if p.name != "once"]
+        assert not left
+        return self.process.returncode, stdout, stderr
+
+    def processes(self):
+        found = []
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                environ = Path(f"/proc/{pid}/environ").read_bytes()
+                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if self.mark.encode() in environ and state != "Z":
+                found.append(int(pid))
+        return found
+
+
+def eventually(condition, message, within=5):
+    end = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < end, message
+        time.sleep(0.05)
+
+
+def scenario(name, folder, method="fork"):
+    command = [sys.executable, "-W", "error::UserWarning", str(SCRIPT), name]
+    return Program(command, folder, TRAINER_START_METHOD=method)
+
+
+both = pytest.mark.parametrize("method", ["fork", "fresh"])
+
+
+@both
+def test_value_comes_back_from_two_launches_without_a_guard(tmp_path, method):
+    code, stdout, stderr = scenario("value", tmp_path, method).end(within=60)
+    assert (code, stderr) == (0, "")
+    assert "VALUES ARE RIGHT" in stdout
+    assert stdout.count("launcher: 2 processes on this machine, started here") == 2
+
+
+@both
+def test_failing_rank_ends_the_run_and_is_shown_once(tmp_path, method):
+    code, _, stderr = scenario("uncaught", tmp_path, method).end(within=60)
+    assert code == 1
+    assert stderr.count("rank 1, step 12:") == 1
+    assert stderr.count("in fail_on_rank_1") == 1
+    assert stderr.rstrip().endswith("OwnError: rank one is unwell")
+    assert "Connection" not in stderr
+    assert "elastic" not in stderr
+
+
+@both
+def test_callers_get_the_ranks_own_exceptions(tmp_path, method):
+    code, stdout, stderr = scenario("caught", tmp_path, method).end(within=90)
+    assert (code, stderr) == (0, "")
+    assert "ERRORS ARE RIGHT" in stdout
+
+
+def test_killed_rank_is_named(tmp_path):
+    code, _, stderr = scenario("killed", tmp_path).end(within=60)
+    assert code == 1
+    assert "RankError: rank 1 was killed by SIGKILL" in stderr
+    assert "Connection" not in stderr
+
+
+@both
+@pytest.mark.parametrize("whole_group", [True, False])
+def test_ctrl_c_ends_the_ranks_and_interrupts_the_caller(tmp_path, method, whole_group):
+    program = scenario("wait", tmp_path, method)
+    program.wait_until_ready()
+    assert len(program.processes()) == 5  # the caller, two ranks and their loaders' workers
+    send = os.killpg if whole_group else os.kill
+    send(program.process.pid, signal.SIGINT)
+    code, _, stderr = program.end(within=5)
+    assert code == -signal.SIGINT  # a shell shows 130
+    assert stderr.count("Traceback") == 1
+    assert stderr.rstrip().endswith("KeyboardInterrupt")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_terminated_caller_takes_the_ranks_with_it(tmp_path, number):
+    program = scenario("wait", tmp_path)
+    program.wait_until_ready()
+    for _ in range(3):
+        os.kill(program.process.pid, number)
+    code, _, stderr = program.end(within=5)
+    assert (code, stderr) == (-number, "")
+
+
+@both
+def test_nothing_survives_a_killed_caller(tmp_path, method):
+    program = scenario("wait", tmp_path, method)
+    program.wait_until_ready()
+    program.process.kill()
+    assert program.end(within=5)[0] == -signal.SIGKILL
+
+
+def test_ranks_of_a_busy_parent_do_not_hang(tmp_path):
+    code, stdout, stderr = scenario("busy_parent", tmp_path).end(within=60)
+    assert (code, stderr) == (0, "")
+    assert "NO HANG" in stdout
+
+
+def test_parent_with_cuda_in_use_starts_fresh_interpreters(tmp_path):
+    program = Program([sys.executable, str(SCRIPT), "cuda_in_use"], tmp_path)
+    code, stdout, stderr = program.end(within=60)
+    assert (code, stderr) == (0, "")
+    assert "fresh interpreters, because CUDA is in use in this process" in stdout
+    assert "[3.0, 3.0, 3.0]" in stdout
+
+
+def test_eight_launches_at_once_from_threads(tmp_path):
+    code, stdout, stderr = scenario("many", tmp_path).end(within=90)
+    assert (code, stderr) == (0, "")
+    assert "EIGHT ARE DONE" in stdout
+
+
+def test_work_once_per_machine_may_be_long_and_its_error_reaches_all(tmp_path):
+    code, stdout, stderr = scenario("once_per_machine", tmp_path).end(within=60)
+    assert (code, stderr) == (0, "")
+    assert "ONCE" in stdout
+
+
+@both
+def test_program_run_as_a_module(tmp_path, method):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "helper.py").write_text("def total(values):\n    return sum(values)\n")
+    (package / "main.py").write_text(
+        textwrap.dedent("""
+            from trainer import distributed
+            from trainer.config import TrainerConfig
+            from trainer.launcher import launch
+
+            def job():
+                from . import helper
+
+                return helper.total(distributed.all_gather_object(distributed.rank() + 1))
+
+            print("total", launch(job, config=TrainerConfig(devices=2, accelerator="cpu")))
+        """)
+    )
+    command = [sys.executable, "-m", "package.main"]
+    code, stdout, stderr = Program(command, tmp_path, TRAINER_START_METHOD=method).end(within=60)
+    assert (code, stderr) == (0, "")
+    assert "total 3" in stdout
+
+
+@both
+def test_notebook(tmp_path, method):
+    """Classes defined in cells, a value and an error that come back, the kernel that goes on."""
+    cells = [
+        f"import os; os.environ['TRAINER_START_METHOD'] = {method!r}",
+        """
+        import torch
+        from trainer import distributed
+        from trainer.config import TrainerConfig
+        from trainer.launcher import launch
+
+        class CellError(ValueError):
+            pass
+
+        class Task(torch.nn.Linear):
+            def job(self, fails):
+                if fails and distributed.rank() == 1:
+                    raise CellError("from a cell")
+                print("hello from rank", distributed.rank())
+                distributed.barrier()
+                return self
+
+        config = TrainerConfig(devices=2, accelerator="cpu")
+        """,
+        "assert type(launch(Task(2, 2).job, False, config=config)) is Task",
+        """
+        try:
+            launch(Task(2, 2).job, True, config=config)
+        except CellError as error:
+            print("caught", error)
+        """,
+    ]
+    program = f"""
+import nbclient, nbformat.v4 as v4, textwrap
+cells = [v4.new_code_cell(textwrap.dedent(cell)) for cell in {cells!r}]
+notebook = v4.new_notebook(cells=cells)
+nbclient.NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
+for cell in notebook.cells:
+    for output in cell.outputs:
+        print(output.get("text", output))
+"""
+    environment = {"IPYTHONDIR": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path)}
+    code, stdout, stderr = Program([sys.executable, "-c", program], tmp_path, **environment).end(
+        within=90
+    )
+    assert code == 0, stderr
+    assert "hello from rank 0" in stdout
+    assert "caught from a cell" in stdout
+    assert "warn" not in stdout.lower()
+
+
+def torchrun(name, folder):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(SCRIPT), name]
+    return Program(command, folder)
+
+
+def test_torchruns_ranks_are_used_as_they_are(tmp_path):
+    code, stdout, stderr = torchrun("under_launcher", tmp_path).end(within=90)
+    assert code == 0, stderr
+    assert "RANK 0 IS RIGHT" in stdout
+    assert "RANK 1 IS RIGHT" in stdout
+    line = "launcher: 2 processes, started by torchrun (TORCHELASTIC_RUN_ID is set)"
+    assert stdout.count(line) == 2  # one for each launch, from rank 0
+
+
+def test_failing_rank_under_torchrun_is_shown_once(tmp_path):
+    code, _, stderr = torchrun("fail_under_launcher", tmp_path).end(within=90)
+    assert code == 1
+    assert stderr.count("rank 1, step 12:") == 1
+    assert stderr.count("OwnError: rank one is unwell") == 1
+    assert stderr.count("rank 0, step 12: ends because another rank did") <= 1
+
+
+def test_sruns_tasks_find_each_other(tmp_path):
+    shared = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NODEID": "0",
+    }
+    tasks = [
+        Program(
+            [sys.executable, str(SCRIPT), "under_launcher"],
+            tmp_path,
+            **shared,
+            SLURM_PROCID=str(n),
+            SLURM_LOCALID=str(n),
+        )
+        for n in range(2)
+    ]
+    for number, task in enumerate(tasks):
+        code, stdout, stderr = task.end(within=60)
+        assert (code, stderr) == (0, "")
+        assert f"RANK {number} IS RIGHT" in stdout

@@ -1,0 +1,63 @@
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from trainer.callbacks.base import Run
+from trainer.loggers import TensorBoardLogger
+
+
+def log_steps(run: Run, first: int, last: int, value: float) -> None:
+    logger = TensorBoardLogger()
+    run._state.step = first - 1
+    logger.open(run)
+    for step in range(first, last + 1):
+        run._state.step = step
+        logger.log(run, {"train/loss": value})
+    logger.close()
+
+
+def read(path: Path) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(path / "tensorboard"))
+    events.Reload()
+    return [(e.step, e.value) for e in events.Scalars("train/loss")]
+
+
+def test_resume_goes_on_without_what_lay_beyond(
+    make_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    log_steps(make_run(), 1, 5, 0.5)
+    assert read(tmp_path) == [(step, 0.5) for step in range(1, 6)]
+    log_steps(make_run(), 4, 6, 0.25)
+    assert read(tmp_path) == [(1, 0.5), (2, 0.5), (3, 0.5), (4, 0.25), (5, 0.25), (6, 0.25)]
+
+
+def test_a_new_run_hides_an_older_one(make_run: Callable[..., Run], tmp_path: Path) -> None:
+    log_steps(make_run(), 1, 5, 0.5)
+    log_steps(make_run(), 1, 2, 0.25)
+    assert read(tmp_path) == [(1, 0.25), (2, 0.25)]
+
+
+def test_writer_for_more_than_scalars(make_run: Callable[..., Run], tmp_path: Path) -> None:
+    logger, run = TensorBoardLogger(), make_run()
+    logger.open(run)
+    assert not (tmp_path / "tensorboard").exists()  # nothing is imported or opened before
+    logger.writer.add_text("sample", "hello", run.step)
+    logger.close()
+    [file] = (tmp_path / "tensorboard").iterdir()
+    assert b"hello" in file.read_bytes()
+
+
+def test_nothing_heavy_is_imported_before_its_use() -> None:
+    code = (
+        "import sys, torch; before = set(sys.modules); "
+        "import trainer.loggers, trainer.callbacks, trainer.checkpoint, trainer.instantiate; "
+        "print({m.split('.')[0] for m in set(sys.modules) - before} "
+        "& {'tensorboard', 'rich', 'hydra', 'omegaconf', 'safetensors', 'yaml'})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "set()"

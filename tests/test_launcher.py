@@ -1,0 +1,187 @@
+"""Which launcher is found, how many ranks there are, and what one rank alone does."""
+
+import pytest
+import torch
+
+from trainer import distributed, launcher, ranks
+from trainer.config import TrainerConfig
+from trainer.failures import Failure, RankError, death_of, follows_from_another
+from trainer.launcher import find_launcher, launch, local_ranks, slurm_env, threads_per_rank
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node-1",
+    "MASTER_PORT": "29500",
+}
+SRUN = {
+    "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "7",
+    "SLURM_STEP_TASKS_PER_NODE": "4,2,1",
+    "MASTER_ADDR": "node-1",
+}
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, "self"),
+        (TORCHRUN, "torchrun"),
+        (SRUN, "slurm"),
+        (SRUN | TORCHRUN, "torchrun"),  # srun started torchrun
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "self"),  # left over from something else
+        ({k: v for k, v in SRUN.items() if k != "SLURM_STEP_ID"}, "self"),  # a batch script
+        (SRUN | {"SLURM_STEP_ID": "4294967290"}, "self"),  # salloc's shell
+        (SRUN | {"SLURM_PTY_PORT": "40000"}, "self"),  # srun --pty bash
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, "self"),  # srun -n1 in a larger allocation
+    ],
+)
+def test_launcher_is_found_in_the_environment(env, expected):
+    assert find_launcher("auto", env)[0] == expected
+
+
+def test_option_beats_what_is_found():
+    assert find_launcher("self", TORCHRUN | SRUN)[0] == "self"
+    assert find_launcher("slurm", TORCHRUN | SRUN)[0] == "slurm"
+    plain = {k: v for k, v in TORCHRUN.items() if k != "TORCHELASTIC_RUN_ID"}
+    assert find_launcher("torchrun", plain)[0] == "torchrun"
+
+
+def test_launcher_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match=r"torchrun did not start this process: RANK, .* not set"):
+        find_launcher("torchrun", {})
+    with pytest.raises(ValueError, match="srun did not start this process: SLURM_PROCID"):
+        find_launcher("slurm", {})
+
+
+def test_slurm_variables_are_translated():
+    assert slurm_env(SRUN) == {
+        "RANK": "5",
+        "WORLD_SIZE": "7",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "3",
+        "MASTER_ADDR": "node-1",
+        "MASTER_PORT": str(15000 + 3456 + 202),
+    }
+
+
+def test_tasks_per_node_are_unfolded():
+    assert launcher._tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+
+
+def test_several_machines_need_a_launcher():
+    with pytest.raises(ValueError, match=r"torchrun --nnodes=2 --nproc-per-node=4 .*"):
+        launch(int, config=TrainerConfig(devices=4, num_nodes=2, accelerator="cpu"))
+
+
+def test_devices_auto_is_every_core():
+    assert local_ranks("auto", "cpu") == ranks.cores()
+
+
+def test_more_cuda_devices_than_there_are(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert local_ranks("auto", "cuda") == 2
+    with pytest.raises(ValueError, match=r"devices=3, .* shows 2 CUDA device.*accelerator=cpu"):
+        local_ranks(3, "cuda")
+
+
+def test_accelerator(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert distributed.accelerator("auto") == "cpu"
+    with pytest.raises(ValueError, match="accelerator=cuda, but torch finds no CUDA device"):
+        distributed.accelerator("cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert distributed.accelerator("auto") == "cuda"
+    assert distributed.accelerator("cpu") == "cpu"
+
+
+def test_threads_per_rank(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(ranks, "cores", lambda: 8)
+    assert threads_per_rank("auto", 3) == 2
+    assert threads_per_rank("auto", 16) == 1
+    assert threads_per_rank(5, 3) == 5
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads_per_rank("auto", 3) is None
+    assert threads_per_rank(5, 3) == 5
+
+
+def test_start_method(monkeypatch):
+    monkeypatch.delenv("TRAINER_START_METHOD", raising=False)
+    assert launcher.start_method() == ("fork", "")
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    assert launcher.start_method() == ("fork", "")  # asks a child
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    assert launcher.start_method() == ("fresh", "this process has asked CUDA for its devices")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert launcher.start_method() == ("fresh", "CUDA is in use in this process")
+    monkeypatch.setenv("TRAINER_START_METHOD", "spawn")
+    with pytest.raises(ValueError, match="TRAINER_START_METHOD=spawn"):
+        launcher.start_method()
+
+
+def test_one_rank_runs_in_this_process(capsys):
+    before = torch.get_num_threads()
+    local = object()
+
+    def job(value):
+        assert not launcher.in_child()
+        assert not distributed.is_initialized()
+        return value, torch.get_num_threads()
+
+    config = TrainerConfig(accelerator="cpu", num_threads=before + 1)
+    assert launch(job, local, config=config) == (local, before + 1)
+    assert torch.get_num_threads() == before
+    assert launch(job, local, config=TrainerConfig(accelerator="cpu")) == (local, before)
+    assert capsys.readouterr().out == "launcher: 1 process, this one; cpu\n" * 2
+
+
+def test_exception_travels_with_its_traceback():
+    def fail():
+        raise KeyError("gone")
+
+    try:
+        fail()
+    except KeyError as error:
+        failure = Failure.of(error, 3, "step 7")
+    again = failure.error()
+    assert type(again) is KeyError
+    assert again.args == ("gone",)
+    assert "rank 3, step 7:\nTraceback" in str(again.__cause__)
+    assert not failure.secondary
+    assert follows_from_another(again)  # it was another rank's
+
+
+def test_exception_that_cannot_load_becomes_a_rank_error():
+    class TwoArgumentsError(Exception):
+        def __init__(self, name, value):
+            super().__init__(f"{name}={value}")
+
+    error = Failure.of(TwoArgumentsError("a", 1), 0, "").error()
+    assert type(error) is RankError
+    assert str(error).endswith("TwoArgumentsError: a=1")
+
+
+def test_broken_link_is_no_cause():
+    gloo = RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:1")
+    assert follows_from_another(gloo)
+    try:
+        raise ValueError("mine") from gloo
+    except ValueError as error:
+        assert follows_from_another(error)
+    assert not follows_from_another(RuntimeError("shapes differ"))
+
+
+def test_death_is_described():
+    assert "killed by SIGSEGV" in str(death_of(1, -11))
+    assert "ran out of memory" in str(death_of(1, -9))
+    assert "exit code 3" in str(death_of(1, 3))

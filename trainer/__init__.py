@@ -1,0 +1,27 @@
+"""A small trainer for distributed data parallel PyTorch: the world size is an execution detail."""
+
+from trainer.callbacks import Callback
+from trainer.checkpoint import load_task, load_weights
+from trainer.cli import hydra_main, run
+from trainer.data import DataModule
+from trainer.loggers import Logger
+from trainer.seeding import seed_everything
+from trainer.state import FitResult
+from trainer.task import OptimizerSetup, TaskModule, WeightedLoss
+from trainer.trainer import Trainer
+
+__all__ = [
+    "Callback",
+    "DataModule",
+    "FitResult",
+    "Logger",
+    "OptimizerSetup",
+    "TaskModule",
+    "Trainer",
+    "WeightedLoss",
+    "hydra_main",
+    "load_task",
+    "load_weights",
+    "run",
+    "seed_everything",
+]

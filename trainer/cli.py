@@ -1,0 +1,210 @@
+"""From a Hydra config to a run: `hydra_main` for the command line, `run` for what it says."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.composition import (
+    HYDRA_VERSION,
+    check_command_line,
+    check_config,
+    launched_rank,
+    register_configs,
+)
+from trainer.failures import RemoteTraceback
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+def hydra_main(
+    config_path: str, config_name: str
+) -> Callable[[Callable[[DictConfig], Any]], Callable[..., Any]]:
+    """Make a function that takes a config into a command line program.
+
+    The config's defaults list names ``trainer: default``, which brings every option of the
+    Trainer, the default callbacks and loggers, and the keys that `run` reads.
+
+    Args:
+        config_path: The folder of configs, relative to the file that defines the function.
+        config_name: The config to use, without ``.yaml``.
+
+    Returns:
+        A decorator. The decorated function composes the config from the command line, makes one
+        output folder for all ranks and calls the function. A mistake in the config ends the
+        program with one message, exit code 1 and no folder; Ctrl-C with exit code 130. Called with
+        a config, it just passes it on.
+    """
+
+    def decorate(main: Callable[[DictConfig], Any]) -> Callable[..., Any]:
+        folder = str((Path(inspect.getfile(main)).resolve().parent / config_path).resolve())
+
+        @functools.wraps(main)
+        def program(cfg: DictConfig | None = None) -> Any:
+            if cfg is not None:
+                return main(cfg)
+            try:
+                _run_program(main, folder, config_name)
+            except KeyboardInterrupt:
+                sys.exit(130)
+
+        return program
+
+    return decorate
+
+
+def run(cfg: DictConfig | dict[str, Any]) -> Any:
+    """Do what a config says.
+
+    Args:
+        cfg: The keys are ``task`` and ``data`` (nodes with a ``_target_``), ``trainer`` (options),
+            ``callbacks`` and ``logger`` (name -> node), ``mode`` (fit, validate, test or predict),
+            ``test`` (after fit, test the best weights), ``ckpt_path`` (the weights to validate,
+            test or predict with: ``best``, ``last`` or a path) and ``optimized_metric``.
+
+    Returns:
+        The metric that ``optimized_metric`` names, for sweepers; where there is none, what the mode
+        returns: a `FitResult`, the metrics or the predictions (which are also written to
+        ``predictions.pt`` in the run's folder). None on ranks other than 0.
+
+    Raises:
+        ValueError: For a mistake in the config.
+    """
+    from hydra.utils import instantiate
+    from omegaconf import DictConfig, OmegaConf
+
+    from trainer.trainer import Trainer
+
+    cfg = OmegaConf.create(cfg) if isinstance(cfg, dict) else cfg
+    assert isinstance(cfg, DictConfig)
+    options = check_config(cfg)
+    options["run_dir"] = _run_dir(options)
+    trainer = Trainer(
+        callbacks=_nodes(cfg, "callbacks"), logger=_nodes(cfg, "logger"), **options
+    )  # before data and task: it seeds
+    data = instantiate(cfg.get("data"), _convert_="all")
+    task = instantiate(cfg.task, _convert_="all")
+
+    mode, ckpt_path = cfg.get("mode", "fit"), cfg.get("ckpt_path")
+    if mode == "predict":
+        return _keep(trainer.predict(task, data, ckpt_path=ckpt_path), options["run_dir"])
+    if mode == "fit":
+        result: Any = trainer.fit(task, data, test_best=cfg.get("test", False))
+        metrics = None if result is None else result.metrics
+    else:
+        result = metrics = getattr(trainer, mode)(task, data, ckpt_path=ckpt_path)
+        _print_metrics(metrics)
+    wanted = cfg.get("optimized_metric")
+    if wanted is None or metrics is None:
+        return result
+    if wanted not in metrics:
+        if mode != "fit":  # a recipe's metric for sweeps may be one of another split
+            return result
+        raise ValueError(
+            f"optimized_metric={wanted} was not measured; there are: {', '.join(sorted(metrics))}"
+        )
+    return metrics[wanted]
+
+
+def _run_program(main: Callable[[DictConfig], Any], folder: str, config_name: str) -> None:
+    import hydra
+    from hydra._internal.utils import get_args_parser
+
+    # The order it asks about is fixed by version_base below: a config comes after its defaults.
+    warnings.filterwarnings("ignore", message=".*Defaults list is missing `_self_`")
+    args = get_args_parser().parse_args()
+    if not (args.help or args.hydra_help or args.info or args.shell_completion):
+        overrides = list(args.overrides)
+        if args.config_dir:
+            overrides.append(f"hydra.searchpath=[file://{Path(args.config_dir).resolve()}]")
+        try:
+            rank = check_command_line(
+                str(Path(folder) / (args.config_path or "")),
+                args.config_name or config_name,
+                overrides,
+                args.multirun,
+            )
+        except ValueError as mistake:
+            if not any(int(os.environ.get(name, "0")) for name in ("RANK", "SLURM_PROCID")):
+                print(f"error: {mistake}", file=sys.stderr)
+            sys.exit(1)
+        if rank:  # rank 0 makes the one folder
+            sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null"]
+    register_configs()
+    hydra.main(version_base=HYDRA_VERSION, config_path=folder, config_name=config_name)(
+        _job(main)
+    )()
+
+
+def _job(main: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
+    """Wrap ``main`` so that its failure is printed once, without the frames of Hydra."""
+
+    @functools.wraps(main)
+    def job(cfg: DictConfig) -> Any:
+        from hydra.core.hydra_config import HydraConfig
+        from hydra.types import RunMode
+
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            return main(cfg)  # a sweeper may want to go on after a failure
+        try:
+            return main(cfg)
+        except Exception as error:
+            if isinstance(error.__cause__, RemoteTraceback):
+                print(error.__cause__.args[0], end="", file=sys.stderr)
+            else:
+                frames = error.__traceback__ and error.__traceback__.tb_next
+                traceback.print_exception(type(error), error, frames)
+            sys.exit(1)
+
+    return job
+
+
+def _nodes(cfg: DictConfig, key: str) -> Any:
+    """Return the nodes of callbacks or loggers as plain values, for the Trainer to build."""
+    from omegaconf import OmegaConf
+
+    value = cfg.get(key)
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def _run_dir(options: Mapping[str, Any]) -> str | None:
+    """Return the given folder, else Hydra's; None if neither exists on this rank."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    given = options.get("run_dir")
+    if not HydraConfig.initialized():
+        return given
+    hydra = HydraConfig.get()
+    if given is not None and hydra.mode == RunMode.MULTIRUN:
+        raise ValueError(
+            f"trainer.run_dir={given} with --multirun: every job would write there; set "
+            f"hydra.sweep.dir={given}, which gives each job a folder of its own below it"
+        )
+    return None if launched_rank(options) else str(hydra.runtime.output_dir)
+
+
+def _keep(predictions: Any, run_dir: str | None) -> Any:
+    if predictions is not None and run_dir is not None:
+        import torch
+
+        path = Path(run_dir) / "predictions.pt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(predictions, path)
+        print(f"predictions: {path}")
+    return predictions
+
+
+def _print_metrics(metrics: Mapping[str, float] | None) -> None:
+    if metrics:
+        width = max(map(len, metrics))
+        for name, value in metrics.items():
+            print(f"{name:<{width}}  {value:.6g}")

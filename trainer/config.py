@@ -1,0 +1,402 @@
+"""Every option of the Trainer: its type, default, meaning and limits, in one place.
+
+The same names work in ``Trainer(...)`` and, through Hydra, as ``trainer.<name>=...``. The
+reference page is made from this file, and so is Hydra's typed ``trainer`` group.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+DEFAULT_GLOBAL_BATCH_SIZE = 128
+
+PRECISIONS = {
+    "fp32": ("fp32", "32", "32-true"),
+    "bf16": ("bf16", "bf16-mixed"),
+    "fp16": ("fp16", "16", "16-mixed"),
+}
+
+
+def option(
+    default: Any,
+    doc: str,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    choices: Sequence[str] = (),
+) -> Any:
+    """Declare an option: a dataclass field that carries its documentation and limits.
+
+    Args:
+        default: The value that is used when nothing is given.
+        doc: One or two sentences for the reference page.
+        at_least: The smallest number allowed.
+        above: A number must be greater than this.
+        choices: The strings allowed; empty means any.
+    """
+    limits = {"at_least": at_least, "above": above, "choices": tuple(choices)}
+    return field(default=default, metadata={"doc": doc, **limits})
+
+
+@dataclass
+class CheckpointConfig:
+    """Options below ``checkpoint``: when a checkpoint is written and which ones stay."""
+
+    every_n_steps: int | None = option(
+        None, "Write a checkpoint every so many steps; null: not by steps.", at_least=1
+    )
+    every_n_epochs: int | None = option(
+        1, "Write a checkpoint every so many epochs; null: not by epochs.", at_least=1
+    )
+    keep: int | None = option(
+        3, "How many checkpoints stay on disk; `best` and `last` always do. null: all.", at_least=1
+    )
+    monitor: str | None = option(
+        None,
+        "The metric that decides which checkpoint is `best`. null: `val/loss` where there is one, "
+        "else the last checkpoint is the best.",
+    )
+    mode: str = option(
+        "min", "Whether a smaller or a larger value of `monitor` is better.", choices=("min", "max")
+    )
+    asynchronous: bool = option(
+        True, "Write beside the training; it stands still only while the state is copied."
+    )
+
+    def __post_init__(self) -> None:
+        _check_fields(self, prefix="checkpoint.")
+
+
+@dataclass
+class TrainerConfig:
+    """Every option of the `Trainer`, validated when it is constructed.
+
+    Raises:
+        ValueError: For a value of the wrong type or out of range, and for options that cannot
+            work together. `from_options` adds unknown names.
+    """
+
+    devices: int | str = option(
+        1, "Ranks (processes) per machine; `auto`: all devices.", at_least=1, choices=("auto",)
+    )
+    num_nodes: int = option(1, "Machines. World size = devices * num_nodes.", at_least=1)
+    accelerator: str = option(
+        "auto", "Where to train; `auto`: CUDA where there is one.", choices=("auto", "cpu", "cuda")
+    )
+    launcher: str = option(
+        "auto",
+        "Who starts the ranks. `auto` uses torchrun's or SLURM's where it finds itself under one, "
+        "else starts them itself; a launcher's world size beats `devices`.",
+        choices=("auto", "self", "torchrun", "slurm"),
+    )
+    strategy: Any = option(  # noqa: RUF009
+        "ddp", "`ddp`, or a node with the `_target_` of a strategy of your own.", choices=("ddp",)
+    )
+    bucket_cap_mb: float | None = option(
+        None,
+        "MiB per gradient bucket of DDP; null: torch's own (25, after a small first bucket).",
+        above=0,
+    )
+    find_unused_parameters: bool = option(
+        False, "Let parameters go without a gradient in some steps; costs a search per step."
+    )
+    static_graph: bool = option(
+        False, "Promise DDP that every step uses the same parameters in the same way."
+    )
+    gradient_as_bucket_view: bool = option(
+        True, "Gradients are views into DDP's buckets, which saves one copy of them."
+    )
+    sync_batchnorm: bool = option(
+        False, "BatchNorm statistics over all ranks instead of over each rank's own samples (CUDA)."
+    )
+    comm_hook: str | None = option(
+        None,
+        "Compress gradients for the all-reduce: `fp16` or `bf16`; null: send them as they are.",
+        choices=("fp16", "bf16"),
+    )
+    global_batch_size: int | None = option(
+        None,
+        f"Samples per optimizer step, over all ranks. null: {DEFAULT_GLOBAL_BATCH_SIZE}, or what a "
+        "DataLoader of your own says; giving both is an error.",
+        at_least=1,
+    )
+    micro_batch_size: int | None = option(
+        None,
+        "The most samples per forward on one rank; gradients accumulate over the micro-batches of "
+        "a step. null: an even share of the global batch.",
+        at_least=1,
+    )
+    eval_batch_size: int | None = option(
+        None,
+        "Samples per forward in evaluation and prediction on one rank; null: as in training.",
+        at_least=1,
+    )
+    shuffle: bool = option(True, "A new order of the training data in every epoch.")
+    drop_last: bool = option(False, "Leave the last, smaller global batch of an epoch out.")
+    num_workers: int = option(0, "Loader processes per rank.", at_least=0)
+    pin_memory: bool | str = option(
+        "auto", "Page-locked batches, for faster copies; `auto`: on CUDA.", choices=("auto",)
+    )
+    max_epochs: int | None = option(
+        None, "Stop after so many epochs. This or `max_steps` is required to fit.", at_least=1
+    )
+    max_steps: int | None = option(
+        None, "Stop after so many optimizer steps; with both, whichever comes first.", at_least=1
+    )
+    precision: str = option(
+        "fp32",
+        "`fp32`, `bf16` (autocast) or `fp16` (autocast with loss scaling). Lightning's spellings "
+        "(`32-true`, `bf16-mixed`, `16-mixed`, ...) work too.",
+        choices=tuple(PRECISIONS),
+    )
+    gradient_clip_norm: float | None = option(
+        None, "Clip the gradients' global L2 norm to this, right before the step.", above=0
+    )
+    seed: int = option(0, "Of everything random: data order, dropout, initial weights.", at_least=0)
+    log_every_n_steps: int = option(50, "Steps between two log events.", at_least=1)
+    validate_every_n_steps: int | None = option(
+        None, "Validate every so many steps; null: not by steps.", at_least=1
+    )
+    validate_every_n_epochs: int | None = option(
+        1, "Validate every so many epochs; null: not by epochs.", at_least=1
+    )
+    limit_train_batches: int | None = option(
+        None, "At most so many global batches per training epoch.", at_least=1
+    )
+    limit_val_batches: int | None = option(
+        None, "At most so many global batches per validation.", at_least=1
+    )
+    limit_test_batches: int | None = option(
+        None, "At most so many global batches per test.", at_least=1
+    )
+    fast_dev_run: bool = option(False, "Try everything once: one training and one validation step.")
+    overfit_batches: int = option(
+        0, "Train on the first so many global batches again and again; 0: off.", at_least=0
+    )
+    num_sanity_val_steps: int = option(
+        0, "Global batches of validation to try before training starts.", at_least=0
+    )
+    detect_anomaly: bool = option(
+        False, "torch.autograd's anomaly detection: finds the forward of a NaN, and is slow."
+    )
+    matmul_precision: str | None = option(
+        None,
+        "torch.set_float32_matmul_precision; null leaves torch's setting alone.",
+        choices=("highest", "high", "medium"),
+    )
+    checkpoint: CheckpointConfig = field(
+        default_factory=CheckpointConfig, metadata={"doc": "When to write checkpoints."}
+    )
+    resume: str | None = option(
+        None,
+        "Go on from a checkpoint: a path, or `auto` for the newest valid one of this `run_dir`.",
+    )
+    timeout_s: float = option(300.0, "The longest that a collective may wait.", above=0)
+    num_threads: int | str = option(
+        "auto",
+        "CPU threads per rank; `auto`: the machine's cores shared between its ranks.",
+        at_least=1,
+        choices=("auto",),
+    )
+    run_dir: str | None = option(
+        None,
+        "The folder for everything a run writes. null: Hydra's output folder, else "
+        "`runs/<time>`; under SLURM `runs/<job name>-<job id>`.",
+    )
+
+    def __post_init__(self) -> None:
+        self.precision = _canonical_precision(self.precision)
+        self.run_dir = _plain_path(self.run_dir)
+        self.resume = _plain_path(self.resume)
+        if isinstance(self.checkpoint, Mapping):
+            self.checkpoint = _build(CheckpointConfig, self.checkpoint, "checkpoint.")
+        _check_strategy(self.strategy)
+        _check_fields(self)
+        self._check_pairs()
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> TrainerConfig:
+        """Build the config from plain names and values.
+
+        Args:
+            options: Any of the options; ``checkpoint`` may be a mapping too.
+
+        Raises:
+            ValueError: For an unknown option (the message names the nearest one, or ours for a
+                name known from another trainer) and for everything the constructor refuses.
+        """
+        config: TrainerConfig = _build(cls, options)
+        return config
+
+    def check_limits(self) -> None:
+        """Refuse to fit without an end.
+
+        Raises:
+            ValueError: If neither ``max_epochs`` nor ``max_steps`` is given.
+        """
+        if self.max_epochs is None and self.max_steps is None and not self.fast_dev_run:
+            raise ValueError(
+                "neither max_epochs nor max_steps is given, so the training would never end; set "
+                "one of them (max_epochs=10, say), or both for whichever comes first"
+            )
+
+    def _check_pairs(self) -> None:
+        if self.static_graph and self.find_unused_parameters:
+            raise ValueError(
+                "static_graph=true together with find_unused_parameters=true: a static graph finds "
+                "unused parameters by itself; leave find_unused_parameters=false"
+            )
+        if self.sync_batchnorm and self.accelerator == "cpu":
+            raise ValueError(
+                "sync_batchnorm=true with accelerator=cpu: torch's SyncBatchNorm works on CUDA "
+                "only; set sync_batchnorm=false, or train on CUDA"
+            )
+        if self.num_nodes > 1 and self.launcher == "self":
+            raise ValueError(
+                f"num_nodes={self.num_nodes} with launcher=self: a process can start ranks on its "
+                "own machine only; start the script with torchrun or srun on every machine"
+            )
+
+
+def option_fields(config: type | object) -> dict[str, Field[Any]]:
+    """Return the fields of one of the config classes (or of an instance) by name."""
+    return {f.name: f for f in fields(config)}  # type: ignore[arg-type]
+
+
+def option_names() -> list[str]:
+    """Return the full name of every option, ``checkpoint.keep`` and the like included."""
+    names = []
+    for name in option_fields(TrainerConfig):
+        if name == "checkpoint":
+            names += [f"checkpoint.{sub}" for sub in option_fields(CheckpointConfig)]
+        else:
+            names.append(name)
+    return names
+
+
+def _build(cls: Any, options: Mapping[str, Any], prefix: str = "") -> Any:
+    known = option_fields(cls)
+    for name in options:
+        if name not in known:
+            from trainer.migration import explain_unknown
+
+            raise ValueError(explain_unknown(f"{prefix}{name}", options))
+    return cls(**options)
+
+
+def _check_fields(config: Any, prefix: str = "") -> None:
+    hints = get_type_hints(type(config))
+    for name, spec in option_fields(config).items():
+        value, hint = getattr(config, name), hints[name]
+        if hint is Any:
+            continue
+        if not _fits(value, hint):
+            raise ValueError(
+                f"{prefix}{name}={show(value)} is {_kind(value)}; "
+                + _must_be(f"{prefix}{name}", value, spec, hint)
+            )
+        if isinstance(value, int) and not isinstance(value, bool) and float in _members(hint):
+            setattr(config, name, float(value))
+        if not _within(value, spec):
+            raise ValueError(
+                f"{prefix}{name}={show(value)} is not allowed; "
+                + _must_be(f"{prefix}{name}", value, spec, hint)
+            )
+
+
+def _must_be(name: str, value: Any, spec: Field[Any], hint: Any) -> str:
+    from trainer.migration import hint as foreign_hint
+
+    advice = foreign_hint(name, value)
+    return f"it must be {allowed(spec, hint)}" + (f": set {advice}" if advice else "")
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    members = _members(hint)
+    if isinstance(value, bool):  # a bool is an int to Python, and a mistake to us
+        return bool in members
+    if isinstance(value, int) and float in members:
+        return True
+    return isinstance(value, tuple(members))
+
+
+def _within(value: Any, spec: Field[Any]) -> bool:
+    limits = spec.metadata
+    if isinstance(value, str):
+        return not limits["choices"] or value in limits["choices"]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return True
+    if not math.isfinite(value):
+        return False
+    at_least, above = limits["at_least"], limits["above"]
+    return (at_least is None or value >= at_least) and (above is None or value > above)
+
+
+def allowed(spec: Field[Any], hint: Any) -> str:
+    """Say in words what values an option takes."""
+    if is_dataclass(hint):
+        return f"a mapping of {', '.join(option_fields(hint))}"
+    limits = spec.metadata
+    words = []
+    for member in _members(hint):
+        if member is bool:
+            words += ["true", "false"]
+        elif member is str:
+            words += list(limits["choices"]) or ["a string"]
+        elif member in (int, float):
+            number = "a whole number" if member is int else "a number"
+            if limits["at_least"] is not None:
+                number += f" of at least {limits['at_least']}"
+            if limits["above"] is not None:
+                number += f" above {limits['above']}"
+            words.append(number)
+        elif member is type(None):
+            words.append("null")
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def show(value: Any) -> str:
+    """Write a value as YAML and the command line would."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value) if isinstance(value, int | float) else repr(value)
+
+
+def _kind(value: Any) -> str:
+    names = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number with a fraction",
+        str: "a string",
+        type(None): "null (None)",
+    }
+    return names.get(type(value), f"of type {type(value).__name__}")
+
+
+def _canonical_precision(value: Any) -> Any:
+    spelling = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    for name, spellings in PRECISIONS.items():
+        if spelling in spellings:
+            return name
+    return value
+
+
+def _plain_path(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _check_strategy(value: Any) -> None:
+    if value == "ddp" or (isinstance(value, Mapping) and "_target_" in value):
+        return
+    from trainer.migration import explain_strategy
+
+    raise ValueError(explain_strategy(value))

@@ -1,0 +1,203 @@
+"""Rank facts, the process group, and the few collectives that the project uses.
+
+Every function works without a process group too: one process is a world of size 1. The group can
+be taken down and set up again at a step boundary.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _get_default_store
+
+from trainer.failures import Failure
+
+T = TypeVar("T")
+
+_runs_per_machine = 0  # calls of run_once_per_machine: the same number on every rank
+
+
+def is_initialized() -> bool:
+    """Whether this process is part of a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    """This process's number among all ranks."""
+    return dist.get_rank() if is_initialized() else 0
+
+
+def world_size() -> int:
+    """The number of ranks that train together."""
+    return dist.get_world_size() if is_initialized() else 1
+
+
+def local_rank() -> int:
+    """This process's number among the ranks of its machine."""
+    return int(os.environ["LOCAL_RANK"]) if world_size() > 1 else 0
+
+
+def local_world_size() -> int:
+    """The number of ranks on this machine."""
+    return int(os.environ["LOCAL_WORLD_SIZE"]) if world_size() > 1 else 1
+
+
+def accelerator(choice: str) -> str:
+    """Return ``"cpu"`` or ``"cuda"`` for the option ``accelerator``: auto, cpu or cuda.
+
+    Raises:
+        ValueError: If CUDA is asked for and there is no device.
+    """
+    if choice == "cpu":
+        return "cpu"
+    # device_count asks NVML, so this process can still fork ranks that use CUDA.
+    if torch.cuda.device_count():
+        return "cuda"
+    if choice == "cuda":
+        raise ValueError(
+            "accelerator=cuda, but torch finds no CUDA device here; use accelerator=cpu or auto, "
+            "or check CUDA_VISIBLE_DEVICES, the driver and that torch is a CUDA build "
+            f"(this is torch {torch.__version__})"
+        )
+    return "cpu"
+
+
+def device(kind: str) -> torch.device:
+    """Return the device of this rank, for ``kind`` as `accelerator` returned it."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    # A launcher may show each rank its own device only, which is then number 0.
+    return torch.device("cuda", local_rank() % torch.cuda.device_count())
+
+
+def backends(kind: str) -> str:
+    """Return torch's name for the backends of a group; objects always travel over gloo."""
+    return "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+
+
+def setup(store: Store, rank: int, world_size: int, kind: str, timeout_s: float) -> None:
+    """Join the process group.
+
+    Args:
+        store: Where the ranks find each other.
+        rank: This process's number among all ranks; LOCAL_RANK and LOCAL_WORLD_SIZE are set in
+            the environment.
+        world_size: The number of ranks.
+        kind: ``"cpu"`` or ``"cuda"``.
+        timeout_s: The longest that a collective may wait.
+    """
+    device_id = None
+    if kind == "cuda":
+        device_id = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(device_id)
+    dist.init_process_group(
+        backends(kind),
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device_id,
+    )
+
+
+def teardown() -> None:
+    """Leave the process group, if there is one."""
+    if is_initialized():
+        dist.destroy_process_group()
+
+
+def run_once_per_machine(fn: Callable[[], object], timeout_s: float) -> None:
+    """Run ``fn`` on one rank of each machine while the others wait.
+
+    The wait is no collective, so it may be longer than the group's timeout. If ``fn`` raises on
+    any machine, every rank raises the same exception.
+
+    Args:
+        fn: What to run; its value is dropped.
+        timeout_s: The longest to wait for the slowest machine.
+
+    Raises:
+        TimeoutError: If a machine is not done in time.
+    """
+    if world_size() == 1:
+        fn()
+        return
+    global _runs_per_machine
+    _runs_per_machine += 1
+    store = PrefixStore(f"once/{_runs_per_machine}", _get_default_store())
+    machine = os.environ.get("GROUP_RANK", "0")
+    if local_rank() == 0:
+        failure: Failure | None = None
+        try:
+            fn()
+        except BaseException as error:
+            failure = Failure.of(error, rank(), "in work that runs once per machine")
+            raise
+        finally:
+            store.set(machine, pickle.dumps(failure))  # type: ignore[arg-type]
+    machines = [str(n) for n in range(int(os.environ.get("GROUP_WORLD_SIZE", "1")))]
+    try:
+        store.wait(machines, timedelta(seconds=timeout_s))
+    except dist.DistStoreError as error:
+        late = [name for name in machines if not store.check([name])]
+        raise TimeoutError(
+            f"machine {', '.join(late)} was not done after {timeout_s:g} s with work that runs "
+            "once per machine"
+        ) from error
+    for name in machines:
+        failure_there: Failure | None = pickle.loads(store.get(name))
+        if failure_there is not None:
+            raise failure_there.error()
+
+
+def broadcast_object(value: T, src: int = 0) -> T:
+    """Return rank ``src``'s picklable ``value`` on every rank."""
+    if world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=src)
+    return box[0]
+
+
+def all_gather_object(value: T) -> list[T]:
+    """Return every rank's picklable ``value``, in rank order, on every rank."""
+    if world_size() == 1:
+        return [value]
+    gathered: list[Any] = [None] * world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def gather_object(value: T) -> list[T] | None:
+    """Return every rank's picklable ``value``, in rank order, on rank 0; None elsewhere."""
+    if world_size() == 1:
+        return [value]
+    gathered: list[Any] | None = [None] * world_size() if rank() == 0 else None
+    dist.gather_object(value, gathered)
+    return gathered
+
+
+def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum ``tensor`` over all ranks, in place; its shape and dtype must agree on every rank."""
+    if world_size() > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def broadcast_tensor(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+    """Overwrite ``tensor`` with rank ``src``'s, in place."""
+    if world_size() > 1:
+        dist.broadcast(tensor, src=src)
+    return tensor
+
+
+def barrier() -> None:
+    """Wait until every rank has come here."""
+    all_reduce_sum(torch.zeros(1))

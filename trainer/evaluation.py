@@ -1,0 +1,165 @@
+"""Validation, test and prediction: exact for every dataset size, at every world size.
+
+Every sample is computed once, by one rank, outside the strategy's wrapper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from trainer import distributed, metrics
+from trainer.loading import Batches
+from trainer.logbook import Logbook
+from trainer.precision import Precision
+from trainer.step import weigh
+from trainer.task import TaskModule, WeightedLoss
+from trainer.trees import to_device
+
+
+class EvaluationSet(NamedTuple):
+    """What is evaluated under one prefix, ``val`` or ``val/<set>``."""
+
+    batches: Batches
+    metrics: dict[str, Any]
+
+
+def evaluate(
+    task: TaskModule,
+    sets: Mapping[str, EvaluationSet],
+    split: str,
+    precision: Precision,
+    device: torch.device,
+) -> dict[str, float]:
+    """Return the loss, the logged values and the metrics of every set, over all ranks.
+
+    Must be called on every rank; every rank gets the values. A set without samples has no entry.
+
+    Args:
+        task: The unwrapped module. Its mode and everything else is as before afterwards.
+        sets: The data and metrics by prefix.
+        split: ``val`` or ``test``.
+        precision: For autocast.
+        device: Where ``task`` is.
+    """
+    values: dict[str, float] = {}
+    share_buffers(task)
+    for prefix, (batches, set_metrics) in sets.items():
+        logbook = Logbook()
+        metrics.reset(set_metrics)
+        with evaluating(task, split, logbook):
+            for micro in batches.epoch(0):
+                if micro.batch is None:
+                    continue
+                batch = to_device(micro.batch, device)
+                logbook.begin(task.run.step, micro.position, micro.num_samples)
+                with precision.autocast():
+                    outputs = task.eval_forward(batch)
+                    loss = task.loss(outputs, batch)
+                value, weight = weigh(loss, micro.num_samples, needs_grad=False)
+                if value is not None:
+                    logbook.add_loss(value, weight, is_total=isinstance(loss, WeightedLoss))
+                task.update_metrics(set_metrics, outputs, batch)
+            found = {**logbook.reduce(finite_loss=False), **metrics.compute(set_metrics)}
+        values.update({f"{prefix}/{name}": value for name, value in found.items()})
+    return values
+
+
+def predict(
+    task: TaskModule,
+    batches: Batches,
+    precision: Precision,
+    device: torch.device,
+    output_dir: Path | None,
+) -> Any:
+    """Return ``task.predict`` of every sample, in dataset order, on rank 0 (None elsewhere).
+
+    With ``output_dir``, each rank writes ``predictions-<position of the first sample>.pt`` there
+    for every micro-batch instead, and the folder is returned: file names in order are the
+    dataset's order.
+
+    Raises:
+        ValueError: If the predictions of a batch cannot be told apart by sample.
+    """
+    share_buffers(task)
+    mine: list[tuple[int, int, Any]] = []
+    with evaluating(task, "predict", None):
+        for micro in batches.epoch(0):
+            if micro.batch is None:
+                continue
+            with precision.autocast():
+                outputs = task.predict(to_device(micro.batch, device))
+            outputs = to_device(outputs, torch.device("cpu"))
+            if output_dir is None:
+                mine.append((micro.position, micro.num_samples, outputs))
+            else:
+                torch.save(outputs, output_dir / f"predictions-{micro.position:012d}.pt")
+    if output_dir is not None:
+        distributed.barrier()
+        return output_dir
+    gathered = distributed.gather_object(mine)
+    if gathered is None:
+        return None
+    parts = sorted((part for rank in gathered for part in rank), key=lambda part: part[0])
+    return join([part for *_, part in parts], [size for _, size, _ in parts])
+
+
+@contextmanager
+def evaluating(task: TaskModule, split: str, logbook: Logbook | None) -> Iterator[None]:
+    """Run ``task`` in eval mode, without gradients; afterwards every submodule is as it was."""
+    modes = [(module, module.training) for module in task.modules()]
+    run = task.run
+    task.eval()
+    task.run = replace(run, split=split, _logbook=logbook)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        task.run = run
+        for module, training in modes:
+            module.training = training
+
+
+def share_buffers(task: nn.Module) -> None:
+    """Overwrite every rank's buffers (BatchNorm statistics) with rank 0's."""
+    for buffer in task.buffers():
+        distributed.broadcast_tensor(buffer)
+
+
+def join(parts: list[Any], sizes: list[int]) -> Any:
+    """Concatenate the outputs of micro-batches of ``sizes`` samples into those of all samples.
+
+    Tensors are joined along their first dimension, lists with one entry per sample are chained,
+    and tuples and dicts are joined entry by entry.
+    """
+    if not parts or all(part is None for part in parts):
+        return None if parts else []
+    first = parts[0]
+    if isinstance(first, torch.Tensor) and _counts(parts, sizes):
+        return torch.cat(parts)
+    if isinstance(first, list) and _counts(parts, sizes):
+        return [entry for part in parts for entry in part]
+    if isinstance(first, Mapping):
+        return {key: join([part[key] for part in parts], sizes) for key in first}
+    if isinstance(first, tuple):
+        entries = [join(list(entry), sizes) for entry in zip(*parts, strict=True)]
+        return type(first)(*entries) if hasattr(first, "_fields") else tuple(entries)
+    shape = f" of shape {tuple(first.shape)}" if isinstance(first, torch.Tensor) else ""
+    raise ValueError(
+        f"predict returned a {type(first).__name__}{shape} for a batch of {sizes[0]} samples; it "
+        "must return tensors whose first dimension is the samples, lists with one entry per "
+        "sample, or tuples or dicts of these"
+    )
+
+
+def _counts(parts: list[Any], sizes: list[int]) -> bool:
+    """Whether each part has one entry per sample."""
+    if isinstance(parts[0], torch.Tensor) and parts[0].dim() == 0:
+        return False
+    return [len(part) for part in parts] == sizes

@@ -1,0 +1,119 @@
+"""How the failure of one rank reaches another process: as its own exception, with its traceback."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import signal
+import traceback
+from dataclasses import dataclass
+
+from torch.distributed import DistNetworkError
+
+
+class RankError(RuntimeError):
+    """A rank ended in a way that left no exception to raise here: killed, or not picklable."""
+
+
+class RemoteTraceback(Exception):  # noqa: N818 - shown as a cause, never raised
+    """The traceback of another process as text; the cause of the exception raised here."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.args[0]}"""'
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception on its way to another process.
+
+    Attributes:
+        rank: Where it was raised.
+        secondary: Whether it only follows from another rank's failure.
+        text: Who, where, and the traceback.
+        message: Type and message in one line.
+        pickled: The exception itself; None where it cannot be pickled.
+    """
+
+    rank: int
+    secondary: bool
+    text: str
+    message: str
+    pickled: bytes | None
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int, where: str) -> Failure:
+        """Describe ``error``, which is being handled on ``rank``."""
+        first_frame = (
+            error.__traceback__ and error.__traceback__.tb_next
+        )  # without the caller's own
+        lines = traceback.format_exception(type(error), error, first_frame)
+        place = f"rank {rank}, {where}" if where else f"rank {rank}"
+        return cls(
+            rank=rank,
+            secondary=follows_from_another(error),
+            text=f"{place}:\n{''.join(lines)}",
+            message="".join(traceback.format_exception_only(type(error), error)).strip(),
+            pickled=_pickle(error),
+        )
+
+    def error(self) -> BaseException:
+        """Return the exception to raise here, with the other process's traceback as its cause."""
+        error: BaseException
+        if self.pickled is None:
+            error = RankError(f"rank {self.rank}: {self.message}")
+        else:
+            error = pickle.loads(self.pickled)
+        error.__cause__ = RemoteTraceback(self.text)
+        return error
+
+
+def follows_from_another(error: BaseException) -> bool:
+    """Whether ``error`` says no more than that another rank failed, or that its link broke."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, DistNetworkError | RemoteTraceback):
+            return True
+        if isinstance(seen, RuntimeError) and _LINK_BROKE.search(str(seen)):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def death_of(rank: int, exitcode: int) -> RankError:
+    """Return the error for a rank that ended without saying why."""
+    if exitcode >= 0:
+        return RankError(f"rank {rank} ended with exit code {exitcode} before its work was done")
+    try:
+        name = signal.Signals(-exitcode).name
+    except ValueError:
+        name = f"signal {-exitcode}"
+    hint = ""
+    if -exitcode == signal.SIGKILL:
+        hint = (
+            "; if nobody did that by hand, the machine ran out of memory: use a smaller "
+            "micro_batch_size, fewer num_workers or fewer devices"
+        )
+    return RankError(f"rank {rank} was killed by {name}{hint}")
+
+
+# What gloo and NCCL say when the other side is gone. A timeout counts too: the rank that reports
+# it waited for another.
+_LINK_BROKE = re.compile(r"gloo/transport|Connection (reset|closed) by peer|ncclRemoteError")
+
+
+def _pickle(error: BaseException) -> bytes | None:
+    """Return ``error`` as bytes that load again, or None."""
+    import cloudpickle
+
+    # By reference first, so that the other side gets its own class and `except` finds it.
+    for dumps in (pickle.dumps, cloudpickle.dumps):
+        try:
+            data: bytes = dumps(error)
+            pickle.loads(data)
+        except Exception:
+            continue
+        return data
+    return None

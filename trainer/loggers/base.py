@@ -1,0 +1,26 @@
+"""What a logger is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainer.callbacks.base import Run
+
+
+class Logger:
+    """Writes a run's metrics somewhere. Lives on rank 0 only.
+
+    ``__init__`` must only store its arguments: files and connections are opened in ``open``, which
+    runs on rank 0 after the ranks have started.
+    """
+
+    def open(self, run: Run) -> None:
+        """Open files under ``run.run_dir``; ``run.step`` is not 0 when the run resumes."""
+
+    def log(self, run: Run, metrics: Mapping[str, float]) -> None:
+        """Write one event: the values of ``metrics`` at ``run.step``."""
+
+    def close(self) -> None:
+        """Flush and close; called once, also when the run fails."""

@@ -1,0 +1,71 @@
+"""Metrics as one JSON object per line."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.loggers.base import Logger
+
+if TYPE_CHECKING:
+    from trainer.callbacks.base import Run
+
+
+class JsonlLogger(Logger):
+    """Writes ``metrics.jsonl``: each event is a line of valid JSON, also after a kill.
+
+    A line holds ``step``, ``epoch``, ``samples``, ``time_s`` and then the values by name. JSON has
+    no NaN and no infinity: such a value is ``null``. A resumed run goes on in the same file, from
+    which the lines beyond its step are cut off; a new run starts a new file.
+
+    Args:
+        filename: Name of the file in the run's folder.
+    """
+
+    def __init__(self, filename: str = "metrics.jsonl") -> None:
+        self.filename = filename
+        self._file: io.FileIO | None = None
+
+    def open(self, run: Run) -> None:
+        """Open the file, cut to what lies at or before ``run.step``."""
+        path = run.run_dir / self.filename
+        keep = _length_up_to(path, run.step) if run.step > 0 and path.exists() else 0
+        # Unbuffered: one write per line, so that a kill cannot leave half of an older one behind.
+        self._file = io.FileIO(path, "a")
+        self._file.truncate(keep)
+
+    def log(self, run: Run, metrics: Mapping[str, float]) -> None:
+        """Write one line."""
+        assert self._file is not None, "log before open"
+        clock = {
+            "step": run.step,
+            "epoch": run.epoch,
+            "samples": run.samples,
+            "time_s": round(run.time_s, 3),
+        }
+        values = {name: v if math.isfinite(v) else None for name, v in metrics.items()}
+        self._file.write((json.dumps({**clock, **values}, allow_nan=False) + "\n").encode())
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def _length_up_to(path: Path, step: int) -> int:
+    """Return the bytes of the whole lines at or before ``step``; steps only grow in the file."""
+    length = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                beyond = json.loads(line)["step"] > step
+            except ValueError:  # torn by a kill
+                break
+            if beyond or not line.endswith(b"\n"):
+                break
+            length += len(line)
+    return length

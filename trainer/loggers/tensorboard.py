@@ -1,0 +1,61 @@
+"""Metrics for TensorBoard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.loggers.base import Logger
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+    from trainer.callbacks.base import Run
+
+
+class TensorBoardLogger(Logger):
+    """Writes scalars under ``tensorboard/``; watch with ``tensorboard --logdir <run_dir>``.
+
+    A resumed run goes on in the same folder, and what was logged beyond its step disappears from
+    the charts.
+
+    Args:
+        folder: Name of the folder in the run's folder.
+        flush_secs: The longest that a value waits until it is on disk.
+    """
+
+    def __init__(self, folder: str = "tensorboard", flush_secs: int = 10) -> None:
+        self.folder = folder
+        self.flush_secs = flush_secs
+        self._path: Path | None = None
+        self._first_step = 0
+        self._writer: SummaryWriter | None = None
+
+    def open(self, run: Run) -> None:
+        """Note where to write. The first value opens the file: the import takes 0.15 s."""
+        self._path = run.run_dir / self.folder
+        self._first_step = run.step + 1 if run.step else 0
+        self._writer = None
+
+    @property
+    def writer(self) -> SummaryWriter:
+        """Torch's writer, for a callback that logs images, text or histograms."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            assert self._path is not None, "log before open"
+            self._writer = SummaryWriter(
+                str(self._path), purge_step=self._first_step, flush_secs=self.flush_secs
+            )
+        return self._writer
+
+    def log(self, run: Run, metrics: Mapping[str, float]) -> None:
+        """Write each value as a scalar at ``run.step``."""
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, run.step)
+
+    def close(self) -> None:
+        """Flush and close."""
+        if self._writer is not None:
+            self._writer.close()

@@ -1,0 +1,118 @@
+"""The user's optimizer and learning rate schedule, on the clock of the run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from trainer.task import OptimizerSetup, TaskModule
+
+INTERVALS = ("step", "epoch")
+
+
+class Schedule:
+    """Steps the learning rate scheduler when its interval says so.
+
+    Attributes:
+        rates: The learning rate of each parameter group in the step that was done last.
+    """
+
+    def __init__(self, setup: OptimizerSetup) -> None:
+        self._optimizer = setup.optimizer
+        self._scheduler = setup.scheduler
+        self._monitor = setup.monitor
+        self._interval = None if setup.monitor else setup.interval or "step"
+        self.rates = [group["lr"] for group in self._optimizer.param_groups]
+
+    def after_step(self) -> None:
+        """Note the rates that were used, and advance a schedule by steps."""
+        self.rates = [group["lr"] for group in self._optimizer.param_groups]
+        self._advance("step")
+
+    def after_epoch(self) -> None:
+        """Advance a schedule by epochs."""
+        self._advance("epoch")
+
+    def after_validation(self, metrics: Mapping[str, float]) -> None:
+        """Advance a schedule that follows a metric.
+
+        Raises:
+            ValueError: If nobody measures that metric.
+        """
+        if self._scheduler is None or self._monitor is None:
+            return
+        if self._monitor not in metrics:
+            raise ValueError(
+                f"the scheduler monitors {self._monitor!r}, which the validation does not measure; "
+                f"it measures: {', '.join(sorted(metrics)) or 'nothing'}"
+            )
+        self._scheduler.step(metrics[self._monitor])
+
+    def named_rates(self) -> dict[str, float]:
+        """Return ``{"train/lr": rate}``, or one entry per group if there are several."""
+        groups = self._optimizer.param_groups
+        if len(groups) == 1:
+            return {"train/lr": float(self.rates[0])}
+        names = [str(group.get("name", number)) for number, group in enumerate(groups)]
+        return {
+            f"train/lr/{name}": float(rate) for name, rate in zip(names, self.rates, strict=True)
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scheduler's state; empty without one."""
+        return {} if self._scheduler is None else dict(self._scheduler.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what ``state_dict`` returned."""
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(state)
+
+    def _advance(self, interval: str) -> None:
+        if self._scheduler is None or self._interval != interval:
+            return
+        with warnings.catch_warnings():
+            # Torch warns if the optimizer has not stepped yet, as after an fp16 overflow in the
+            # first step. The clock counts such a step too, and the user can do nothing about it.
+            warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*optimizer.step.*")
+            self._scheduler.step()
+
+
+def configure_optimizer(task: TaskModule) -> tuple[torch.optim.Optimizer, Schedule]:
+    """Ask the task for its optimizer and check the answer.
+
+    Raises:
+        ValueError: If it is no optimizer or `OptimizerSetup`, or the setup is inconsistent.
+    """
+    found = task.configure_optimizers()
+    setup = found if isinstance(found, OptimizerSetup) else OptimizerSetup(found)
+    if not isinstance(setup.optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"configure_optimizers returned a {type(found).__name__}; it must return a "
+            "torch.optim.Optimizer or OptimizerSetup(optimizer, scheduler)"
+        )
+    if setup.interval not in (None, *INTERVALS):
+        raise ValueError(
+            f"OptimizerSetup(interval={setup.interval!r}): it must be 'step' or 'epoch'"
+        )
+    follows_metric = isinstance(setup.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    if follows_metric and setup.monitor is None:
+        raise ValueError(
+            "ReduceLROnPlateau needs a metric: give OptimizerSetup(..., monitor='val/loss')"
+        )
+    if setup.monitor is not None and not follows_metric and setup.scheduler is None:
+        raise ValueError(
+            f"OptimizerSetup(monitor={setup.monitor!r}) without a scheduler; leave monitor out or "
+            "give the scheduler that follows it"
+        )
+    own = {id(p) for p in task.parameters()}
+    foreign = sum(id(p) not in own for g in setup.optimizer.param_groups for p in g["params"])
+    if foreign:
+        raise ValueError(
+            f"{foreign} parameters of the optimizer are not parameters of "
+            f"{type(task).__name__}, so their gradients would not be reduced over the ranks; build "
+            "the optimizer in configure_optimizers from self.parameters()"
+        )
+    return setup.optimizer, Schedule(setup)

@@ -1,0 +1,101 @@
+"""The global-batch plan: which samples make up a step, and which rank computes them.
+
+Everything here is arithmetic on positions (0 is the first sample of the epoch), the same on every
+rank and at every world size. A global batch is cut into *micro-batches* in order; every rank owns
+a contiguous block of them. Nothing has to divide evenly: the loss is weighted by what is there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+class Slice(NamedTuple):
+    """One micro-batch of a global batch.
+
+    Attributes:
+        number: Its number within the global batch, over all ranks.
+        start: Its first sample, counted from the start of the global batch.
+        stop: One past its last sample.
+    """
+
+    number: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class GlobalBatchPlan:
+    """How global batches are cut.
+
+    Attributes:
+        global_batch_size: Samples per step over all ranks; None if every batch has its own size,
+            as with a user's batch sampler.
+        micro_batch_size: The most samples per forward on one rank; None for an even share of the
+            global batch.
+    """
+
+    global_batch_size: int | None
+    micro_batch_size: int | None = None
+
+    def micro(self, size: int, world_size: int) -> int:
+        """The most samples in a micro-batch of a global batch of ``size`` samples."""
+        full = self.global_batch_size or size
+        return self.micro_batch_size or ceil_div(full, world_size)
+
+    def accumulation_steps(self, size: int, world_size: int) -> int:
+        """The most micro-batches that one rank computes for a global batch of ``size`` samples."""
+        return ceil_div(ceil_div(size, self.micro(size, world_size)), world_size)
+
+    def cut(self, size: int, rank: int, world_size: int) -> list[Slice]:
+        """Return the micro-batches of ``rank``; none where no sample is left for it.
+
+        A shorter global batch is cut like a full one of which the end is missing, so a micro-batch
+        has the same rank at the end of an epoch as anywhere else.
+        """
+        micro = self.micro(size, world_size)
+        per_rank = self.accumulation_steps(max(size, self.global_batch_size or size), world_size)
+        mine = range(rank * per_rank, (rank + 1) * per_rank)
+        return [Slice(i, i * micro, min((i + 1) * micro, size)) for i in mine if i * micro < size]
+
+    def steps_per_epoch(self, num_samples: int, drop_last: bool) -> int:
+        """The number of global batches in ``num_samples`` samples."""
+        assert self.global_batch_size is not None
+        if drop_last:
+            return num_samples // self.global_batch_size
+        return ceil_div(num_samples, self.global_batch_size)
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool) -> torch.Tensor:
+    """Return the dataset index at every position of an epoch: a pure function of its arguments.
+
+    Returns:
+        An int64 tensor of shape ``(num_samples,)``: a permutation, or ``arange`` unshuffled.
+    """
+    if not shuffle:
+        return torch.arange(num_samples)
+    generator = torch.Generator().manual_seed(stream_key(seed, epoch))
+    return torch.randperm(num_samples, generator=generator)
+
+
+def stream_key(*parts: int) -> int:
+    """Mix integers into one 63-bit seed, so that every (seed, step, ...) has its own stream.
+
+    The mixing function is splitmix64's finalizer (Steele, Lea and Flood, "Fast splittable
+    pseudorandom number generators", OOPSLA 2014), applied after adding each part.
+    """
+    key = 0
+    for part in parts:
+        key = (key + part + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        key ^= key >> 31
+    return key >> 1
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Return ``a / b`` rounded up, for non-negative integers."""
+    return -(-a // b)

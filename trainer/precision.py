@@ -1,0 +1,29 @@
+"""Number formats: autocast around forward and loss, and loss scaling for fp16."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    """Mixed precision on one device: parameters stay fp32, matrix products run in ``name``.
+
+    Attributes:
+        scaler: Scales the loss so that fp16 gradients do not vanish, and skips steps in which they
+            overflow; it does nothing for fp32 and bf16.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._device = device
+        self._dtype = DTYPES.get(name)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Return the context for forward and loss."""
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device.type, dtype=self._dtype)

@@ -1,0 +1,490 @@
+"""The ranks that this process starts on its own machine, on torch elastic's process supervision.
+
+The *caller's* thread owns the signals and waits. A *supervisor* thread starts the ranks, watches
+them, and outlives them: the kernel kills a rank when the thread that started it ends, so no rank
+survives this process. A fresh thread also has no OpenMP pool yet, so ranks that it forks can build
+their own, whatever the caller has computed before.
+
+The supervisor holds the store through which the ranks find each other and report: no fixed port,
+no folder. Only rank 0's result, which may be large, goes through a file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.multiprocessing import _prctl_pr_set_pdeathsig as _set_death_signal  # type: ignore[attr-defined]
+
+from trainer import distributed
+from trainer.failures import Failure, death_of
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import ProcessFailure
+
+is_rank = False
+"""Whether this process is a rank that another process started through `run`."""
+
+LINGER_S = 1.0
+"""How long a rank that lost its peers stays, so that the rank which really failed ends first."""
+
+_POLL_S = 0.02
+_GRACE_S = 2  # between SIGTERM and SIGKILL, when the caller wants to stop
+_HOST = "127.0.0.1"
+_HEAVY_MODULES = (  # what every rank of a training run imports; torch._dynamo alone takes a second
+    "torch._dynamo",
+    "torch.distributed.elastic.multiprocessing",
+    "torch.nn.parallel.distributed",
+    "torch.optim",
+    "torch.utils.data",
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every rank has to know.
+
+    Attributes:
+        world_size: The number of ranks.
+        kind: ``"cpu"`` or ``"cuda"``.
+        num_threads: Threads per rank; None leaves torch's own choice.
+        timeout_s: The longest that a collective may wait.
+        port: Of the store, on this machine.
+        parent: The process that starts the ranks.
+    """
+
+    world_size: int
+    kind: str
+    num_threads: int | None
+    timeout_s: float
+    port: int = 0
+    parent: int = 0
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the ranks run: ``job(*args)``; ``where()`` says how far a failed one had come."""
+
+    job: Callable[..., Any]
+    args: tuple[Any, ...]
+    where: Callable[[], str]
+
+
+def cores() -> int:
+    """The number of processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def start_method() -> tuple[str, str]:
+    """Return ``"fork"`` or ``"fresh"``, and why it cannot be fork."""
+    if sys.platform != "linux":
+        return "fresh", "forking is only safe on Linux"
+    if multiprocessing.current_process().daemon:
+        return "fresh", "this is a daemonic process"
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return "fresh", "CUDA is in use in this process"
+    if torch.backends.cuda.is_built() and not _survives_fork():
+        return "fresh", "this process has asked CUDA for its devices"
+    return "fork", ""
+
+
+def _survives_fork() -> bool:
+    """Fork a child to see whether it can still use CUDA and run a backward pass."""
+    with _fork_warnings_muted():
+        child = os.fork()
+    if child == 0:
+        usable = False
+        try:
+            torch.zeros(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
+            usable = not torch.cuda._is_in_bad_fork()
+        finally:
+            os._exit(0 if usable else 1)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def run(plan: Plan, method: str, work: Work) -> Any:
+    """Start the ranks, wait for them, and return rank 0's result.
+
+    Whatever ends the wait (an exception in a rank, Ctrl-C, SIGTERM), no rank is left behind.
+
+    Args:
+        plan: How many ranks, and how they run.
+        method: ``"fork"`` or ``"fresh"``.
+        work: What they run.
+    """
+    if method == "fork":
+        for name in _HEAVY_MODULES:
+            importlib.import_module(name)
+    supervisor = _Supervisor(plan, method, work)
+    with _end_on_signal(supervisor):
+        try:
+            supervisor.start()
+            supervisor.finished.wait()
+        except BaseException:
+            supervisor.stopping = True
+            if supervisor.is_alive():
+                supervisor.finished.wait()
+            raise
+    supervisor.join()
+    if supervisor.error is not None:
+        try:
+            raise supervisor.error
+        finally:
+            del supervisor  # else the traceback would keep it, and itself, alive
+    return supervisor.result
+
+
+@contextmanager
+def _end_on_signal(supervisor: _Supervisor) -> Iterator[None]:
+    """End the ranks before this process dies of SIGTERM or SIGHUP. Ctrl-C stays as it is."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    received: list[int] = []
+
+    def stop(signum: int, frame: object) -> None:
+        received.append(signum)
+        supervisor.stopping = True
+
+    ends_process = (signal.SIGTERM, signal.SIGHUP)
+    previous = {
+        number: signal.signal(number, stop)
+        for number in ends_process
+        if signal.getsignal(number) not in (signal.SIG_IGN, None)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if received:
+        _flush()
+        signal.raise_signal(received[0])
+        raise SystemExit(128 + received[0])  # the caller's own handler returned
+
+
+class _Supervisor(threading.Thread):
+    """Starts the ranks, watches them, and leaves nothing behind.
+
+    Attributes:
+        stopping: Set by the caller to end the ranks.
+        finished: Set when no rank is left.
+        result: What rank 0 returned.
+        error: What the caller is to raise instead.
+    """
+
+    def __init__(self, plan: Plan, method: str, work: Work) -> None:
+        super().__init__(name="trainer-ranks")
+        self._plan = plan
+        self._method = method
+        self._work: Work | None = work
+        self.stopping = False
+        self.finished = threading.Event()
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            with _elastic_log_muted():
+                self._supervise()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._work = None
+            self.finished.set()
+
+    def _supervise(self) -> None:
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+
+        work, self._work = self._work, None
+        assert work is not None
+        # The ranks may connect as soon as the socket listens. The store itself starts after the
+        # fork, because its thread would not survive that.
+        listener = socket.create_server((_HOST, 0), backlog=2 * self._plan.world_size)
+        plan = replace(self._plan, port=listener.getsockname()[1], parent=os.getpid())
+        socket_fd = listener.detach()
+        payload = None
+        entrypoint: Callable[..., None] | str
+        arguments: dict[int, tuple[Any, ...]]
+        numbers = range(plan.world_size)
+        if self._method == "fork":
+            # Until a rank has its own handlers, it must not run the caller's.
+            signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+            entrypoint = _forked_rank
+            arguments = {n: (n, plan, work, socket_fd) for n in numbers}
+        else:
+            payload = _write_payload(plan, work)
+            entrypoint = sys.executable
+            arguments = {n: ("-c", _fresh_program(payload)) for n in numbers}
+        with _fork_warnings_muted():
+            context = start_processes(
+                name="rank",
+                entrypoint=entrypoint,
+                args=arguments,
+                envs={n: _environment(plan, n) for n in numbers},
+                logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+                start_method="fork",
+            )
+        store = None
+        try:
+            store = TCPStore(
+                _HOST, plan.port, is_master=True, wait_for_workers=False, master_listen_fd=socket_fd
+            )
+            while (ended := context.wait(0)) is None:
+                if self.stopping:
+                    return
+                time.sleep(_POLL_S)
+            if ended.is_failed():
+                self.error = _first_failure(ended.failures.values(), store)
+            else:
+                self.result = _read_result(store)
+        finally:
+            context.close(timeout=_GRACE_S)
+            for path in (payload, store and _result_path(store)):
+                if path:
+                    Path(path).unlink(missing_ok=True)
+
+
+def _environment(plan: Plan, number: int) -> dict[str, str]:
+    """Return the variables that torchrun would set too; users' code and libraries read them."""
+    variables = {
+        "RANK": str(number),
+        "WORLD_SIZE": str(plan.world_size),
+        "LOCAL_RANK": str(number),
+        "LOCAL_WORLD_SIZE": str(plan.world_size),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": _HOST,
+        "MASTER_PORT": str(plan.port),
+    }
+    if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+        variables["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name may lead to no usable address
+    return variables
+
+
+def _first_failure(ended: Iterable[ProcessFailure], store: Store) -> BaseException:
+    """Return the error of the rank that failed first, not of one that lost its peer through it."""
+    reported: list[Failure] = [
+        pickle.loads(store.get(key))
+        for key in map(_failure_key, range(1, store.add("failures", 0) + 1))
+        if store.check([key])
+    ]
+    for failure in reported:
+        if not failure.secondary:
+            return failure.error()
+    ranks_heard = {failure.rank for failure in reported}
+    for order, process in enumerate(ended):
+        ended_by_us = order > 0 and process.exitcode == -signal.SIGTERM
+        if process.local_rank not in ranks_heard and not ended_by_us:
+            return death_of(process.local_rank, process.exitcode)
+    return reported[0].error()
+
+
+def _failure_key(number: int) -> str:
+    return f"failure/{number}"
+
+
+# What happens in a rank.
+
+
+def _forked_rank(number: int, plan: Plan, work: Work, socket_fd: int) -> None:
+    os.close(socket_fd)
+    _settle(plan)
+    _run_rank(number, plan, lambda: work)
+
+
+def _fresh_program(payload: str) -> str:
+    """Return the Python program of a rank that is a fresh interpreter."""
+    return (
+        f"import sys; sys.path[:] = {sys.path!r}\n"
+        f"from trainer.ranks import _fresh_rank; _fresh_rank({payload!r})"
+    )
+
+
+def _write_payload(plan: Plan, work: Work) -> str:
+    """Write what fresh interpreters need to a private file, and return its path."""
+    import cloudpickle
+
+    fd, path = tempfile.mkstemp(prefix="trainer-")
+    try:
+        with os.fdopen(fd, "wb") as file:
+            pickle.dump((plan, sys.argv), file)
+            cloudpickle.dump(work, file)
+    except Exception as error:
+        Path(path).unlink()
+        raise ValueError(
+            f"the task, the data or another argument cannot be sent to the ranks: {error}; make it "
+            "picklable (open files and locks where they are used, say), or start the ranks before "
+            "CUDA is used in this process, so that they can be forked"
+        ) from error
+    except BaseException:
+        Path(path).unlink()
+        raise
+    return path
+
+
+def _fresh_rank(payload: str) -> None:
+    file = open(payload, "rb")  # noqa: SIM115 - closed by `load`
+    plan, sys.argv[:] = pickle.load(file)
+    _settle(plan)
+
+    def load() -> Work:
+        with file:
+            work: Work = pickle.load(file)
+        return work
+
+    _run_rank(int(os.environ["LOCAL_RANK"]), plan, load)
+
+
+def _run_rank(number: int, plan: Plan, load: Callable[[], Work]) -> None:
+    store = TCPStore(_HOST, plan.port, is_master=False)
+    work = None
+    try:
+        work = load()
+        if plan.num_threads is not None:
+            torch.set_num_threads(plan.num_threads)
+        group_store = PrefixStore("group", store)
+        distributed.setup(group_store, number, plan.world_size, plan.kind, plan.timeout_s)
+        result = work.job(*work.args)
+        if number == 0:
+            _write_result(result, store)
+        _wait_for_all(store, plan.world_size)
+        distributed.teardown()
+    except BaseException as error:
+        _fail(error, number, work, store)
+
+
+def _settle(plan: Plan) -> None:
+    """Make this process a rank: it lives no longer than its parent and leaves Ctrl-C to it."""
+    global is_rank
+    is_rank = True
+    signal.set_wakeup_fd(-1)  # the parent's event loop, if it has one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
+    _die_with_parent(plan.parent)
+
+    # The same for processes that this rank forks (a loader's workers). The kernel looks at the
+    # thread that forked, so only the main thread's children, which end with the process, get it.
+    rank, forks_from_main = os.getpid(), False
+
+    def before() -> None:
+        nonlocal forks_from_main
+        forks_from_main = threading.current_thread() is threading.main_thread()
+
+    def after_in_child() -> None:
+        if forks_from_main and os.getppid() == rank:
+            _set_death_signal(signal.SIGKILL)
+
+    os.register_at_fork(before=before, after_in_child=after_in_child)
+
+
+def _die_with_parent(parent: int) -> None:
+    _set_death_signal(signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+
+
+def _fail(error: BaseException, number: int, work: Work | None, store: Store) -> NoReturn:
+    """Report ``error`` and end this process at once: nothing in it may wait for another rank."""
+    try:
+        place = work.where() if work else "starting"
+    except Exception as second:
+        place = f"an unknown place (where() raised {second!r})"
+    failure = Failure.of(error, number, place)
+    key = _failure_key(store.add("failures", 1))
+    store.set(key, pickle.dumps(failure))  # type: ignore[arg-type]
+    _flush()
+    if failure.secondary:
+        time.sleep(LINGER_S)
+    os._exit(1)
+
+
+def _wait_for_all(store: Store, world_size: int) -> None:
+    """Keep this rank's connections open until the slowest rank has finished its work."""
+    if store.add("done", 1) == world_size:
+        store.set("all done", "")
+    store.wait(["all done"], timedelta(days=365))
+
+
+def _write_result(result: Any, store: Store) -> None:
+    fd, path = tempfile.mkstemp(prefix="trainer-")
+    store.set("result", path)  # first, so that the parent removes it whatever happens here
+    with os.fdopen(fd, "wb") as file:
+        try:
+            torch.save(result, file, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+        except (pickle.PicklingError, AttributeError, TypeError):
+            import cloudpickle
+
+            file.seek(0)
+            file.truncate()
+            torch.save(result, file, cloudpickle, pickle.HIGHEST_PROTOCOL)
+
+
+def _read_result(store: Store) -> Any:
+    return torch.load(_result_path(store), map_location="cpu", weights_only=False)
+
+
+def _result_path(store: Store) -> str:
+    return store.get("result").decode() if store.check(["result"]) else ""
+
+
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with suppress(OSError, ValueError):  # closed, or nobody reads it any more
+                stream.flush()
+
+
+@contextmanager
+def _elastic_log_muted() -> Iterator[None]:
+    """Keep back elastic's log of what happens in this thread: the caller is told, once."""
+    thread = threading.get_ident()
+
+    def of_another_thread(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    loggers = [
+        logging.getLogger("torch.distributed.elastic.multiprocessing.api"),
+        logging.getLogger("torch.multiprocessing.spawn"),
+    ]
+    for logger in loggers:
+        logger.addFilter(of_another_thread)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(of_another_thread)
+
+
+@contextmanager
+def _fork_warnings_muted() -> Iterator[None]:
+    """Keep back warnings about forking beside threads, and elastic's about a replaced stderr."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
+        warnings.filterwarnings("ignore", "Unable to enable fault handler", UserWarning)
+        yield

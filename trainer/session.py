@@ -1,0 +1,226 @@
+"""What fit, validate, test and predict set up alike on every rank: device, precision, data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trainer import checkpoint, distributed, metrics
+from trainer.batches import evaluation_batches, train_batches
+from trainer.callbacks import Run
+from trainer.config import DEFAULT_GLOBAL_BATCH_SIZE, TrainerConfig
+from trainer.data import DataModule, evaluation_sets, prepare
+from trainer.evaluation import EvaluationSet
+from trainer.loading import Batches, LoaderOptions, Source, open_source
+from trainer.logbook import Logbook
+from trainer.plan import GlobalBatchPlan
+from trainer.precision import Precision
+from trainer.state import TrainState
+from trainer.strategies import DDPStrategy, Strategy
+from trainer.task import RunFacts, TaskModule
+
+
+class Session:
+    """A rank that is ready to compute: the task on its device, and the data at hand.
+
+    Attributes:
+        config: The options.
+        task: The user's module, on ``device``.
+        device: This rank's device.
+        precision: Autocast and loss scaling.
+    """
+
+    def __init__(self, config: TrainerConfig, task: TaskModule, data: DataModule) -> None:
+        self.config = config
+        self.task = task
+        self.device = distributed.device(distributed.accelerator(config.accelerator))
+        self.precision = Precision(config.precision, self.device)
+        self._data = data
+        self._options = LoaderOptions(
+            num_workers=config.num_workers,
+            pin_memory=self.device.type == "cuda"
+            if config.pin_memory == "auto"
+            else bool(config.pin_memory),
+            seed=config.seed,
+            count=task.batch_size,
+        )
+        distributed.run_once_per_machine(lambda: prepare(data), data.prepare_timeout_s)
+        task.to(self.device)
+
+    def train_batches(self) -> tuple[Batches, GlobalBatchPlan]:
+        """Return this rank's training data and how its global batches are cut.
+
+        Raises:
+            ValueError: If the data or the sizes do not allow it.
+        """
+        config = self.config
+        source = open_source(self._data.train_dataset(), self._data.collate_fn, "train")
+        plan = GlobalBatchPlan(self._global_batch_size(source), config.micro_batch_size)
+        world_size = distributed.world_size()
+        size = plan.global_batch_size
+        if size is not None and size < world_size:
+            raise ValueError(
+                f"global_batch_size={size} is smaller than the world size of {world_size}, so some "
+                f"ranks would never have a sample; raise it to at least {world_size} or lower "
+                f"devices to at most {size}"
+            )
+        batches = train_batches(
+            source,
+            plan,
+            self._options,
+            shuffle=config.shuffle,
+            drop_last=config.drop_last,
+            limit=config.limit_train_batches,
+            overfit=config.overfit_batches,
+            indices=self._data.train_indices if self._data.orders_epochs else None,
+        )
+        self._check_plan(plan, source)
+        return batches, plan
+
+    def evaluation_sets(self, split: str, limit: int | None = None) -> dict[str, EvaluationSet]:
+        """Return this rank's part of every ``val`` or ``test`` set, by metric prefix.
+
+        Args:
+            split: ``val`` or ``test``.
+            limit: At most so many global batches; None for ``limit_<split>_batches``.
+        """
+        limit = limit or getattr(self.config, f"limit_{split}_batches")
+        return {
+            prefix: EvaluationSet(
+                self._evaluation_batches(found, prefix, limit),
+                metrics.place(self.task.build_metrics(split), self.device),
+            )
+            for prefix, found in evaluation_sets(self._data, split).items()
+        }
+
+    def predict_batches(self) -> Batches:
+        """Return this rank's part of the data to predict for."""
+        found = self._data.predict_dataset()
+        if found is None:
+            raise ValueError(
+                f"there is no data to predict for: {type(self._data).__name__}.predict_dataset() "
+                "returned None; define it, or call predict(task, predict=dataset)"
+            )
+        return self._evaluation_batches(found, "predict", None)
+
+    def train_metrics(self) -> dict[str, Any]:
+        """Return the metrics that are updated while training."""
+        return metrics.place(self.task.build_metrics("train"), self.device)
+
+    def strategy(self) -> Strategy:
+        """Build the strategy that the options name."""
+        config = self.config
+        if config.strategy != "ddp":
+            from hydra.utils import instantiate
+
+            built = instantiate(config.strategy)
+            if not isinstance(built, Strategy):
+                raise ValueError(
+                    f"strategy is a {type(built).__name__}; it must be `ddp` or a node whose "
+                    "_target_ is a trainer.strategies.Strategy"
+                )
+            return built
+        return DDPStrategy(
+            bucket_cap_mb=config.bucket_cap_mb,
+            find_unused_parameters=config.find_unused_parameters,
+            static_graph=config.static_graph,
+            gradient_as_bucket_view=config.gradient_as_bucket_view,
+            sync_batchnorm=config.sync_batchnorm,
+            comm_hook=config.comm_hook,
+        )
+
+    def run_view(
+        self, run_dir: Path, steps_per_epoch: int | None, plan: GlobalBatchPlan, state: TrainState
+    ) -> Run:
+        """Return what callbacks and loggers see of the run."""
+        config, world_size = self.config, distributed.world_size()
+        size = plan.global_batch_size
+        total = config.max_steps
+        if steps_per_epoch is not None and config.max_epochs is not None:
+            steps = steps_per_epoch * config.max_epochs
+            total = steps if total is None else min(total, steps)
+        return Run(
+            task=self.task,
+            config=config,
+            run_dir=run_dir,
+            world_size=world_size,
+            global_batch_size=size,
+            micro_batch_size=None if size is None else min(plan.micro(size, world_size), size),
+            accumulation_steps=None if size is None else plan.accumulation_steps(size, world_size),
+            total_steps=total,
+            steps_per_epoch=steps_per_epoch,
+            device=str(self.device),
+            _state=state,
+        )
+
+    def facts(self, view: Run, state: TrainState, logbook: Logbook) -> RunFacts:
+        """Return what the task sees of the run."""
+        return RunFacts(
+            total_steps=view.total_steps,
+            steps_per_epoch=view.steps_per_epoch,
+            rank=distributed.rank(),
+            world_size=distributed.world_size(),
+            device=self.device,
+            _state=state,
+            _logbook=logbook,
+        )
+
+    def load(self, run_dir: Path, which: str | Path | None) -> None:
+        """Load a checkpoint's weights on rank 0 and share them with every rank."""
+        if distributed.rank() == 0:
+            assert which is not None
+            checkpoint.load_weights(self.task, checkpoint.find(run_dir, which))
+        for tensor in (*self.task.parameters(), *self.task.buffers()):
+            distributed.broadcast_tensor(tensor.data)
+
+    def _evaluation_batches(self, found: Any, name: str, limit: int | None) -> Batches:
+        config = self.config
+        source = open_source(found, self._data.collate_fn, name)
+        own = None if source.loader is None else source.batch_size
+        size = own or config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
+        plan = GlobalBatchPlan(size, config.eval_batch_size or config.micro_batch_size)
+        return evaluation_batches(source, plan, self._options, limit=limit)
+
+    def _global_batch_size(self, source: Source) -> int | None:
+        given = self.config.global_batch_size
+        if source.loader is None:
+            return given or DEFAULT_GLOBAL_BATCH_SIZE
+        if given is not None:
+            raise ValueError(
+                f"global_batch_size={given} is given, and the training data is a DataLoader, whose "
+                "batches are the global batches; leave global_batch_size out, or give the dataset "
+                "instead of the loader"
+            )
+        return source.batch_size
+
+    def _check_plan(self, plan: GlobalBatchPlan, source: Source) -> None:
+        """Refuse options that cannot work with the way global batches are cut."""
+        world_size, size = distributed.world_size(), plan.global_batch_size
+        steps = None if size is None else plan.accumulation_steps(size, world_size)
+        if self.config.static_graph and world_size > 1 and steps != 1:
+            raise ValueError(
+                f"static_graph=true with {steps} micro-batches per step and rank: DDP cannot "
+                "accumulate gradients over a static graph; set static_graph=false, or "
+                "micro_batch_size=null for one micro-batch"
+            )
+        if not self.config.sync_batchnorm:
+            return
+        if self.device.type == "cpu":
+            raise ValueError(
+                "sync_batchnorm=true on the CPU: torch's SyncBatchNorm works on CUDA only; set "
+                "sync_batchnorm=false"
+            )
+        whole = (
+            size is not None
+            and steps == 1
+            and size % world_size == 0
+            and not source.is_stream
+            and (self.config.drop_last or len(source.dataset) % size == 0)
+        )
+        if world_size > 1 and not whole:
+            raise ValueError(
+                "sync_batchnorm=true runs collectives inside forward, so every rank needs one "
+                f"micro-batch of the same size in every step; with global_batch_size={size} on "
+                f"{world_size} ranks that does not hold. Set drop_last=true, micro_batch_size=null "
+                "and a global_batch_size that is a multiple of the world size"
+            )

@@ -1,0 +1,148 @@
+"""The module that DDP wraps: forward, then loss, for one micro-batch.
+
+Whatever the loss uses has gone through DDP's ``forward``, so no way of writing a task goes around
+the gradient reduction.
+
+The step must use the gradient of ``sum(loss * weight) / sum(weight)`` over the whole global batch,
+but the true sum of the weights is known only after all ranks have computed their losses. So each
+micro-batch is scaled by the *planned* weight, which is the number of samples in the global batch,
+and the difference between true and planned weight travels to the other ranks as the gradient of
+one extra scalar parameter, ``extra_weight``, in the same all-reduce. Where every weight is as
+planned the difference is exactly 0 and gradients stay as they are, to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer import distributed
+from trainer.logbook import Logbook
+from trainer.task import TaskModule, WeightedLoss
+from trainer.trees import detached
+
+
+class StepModule(nn.Module):
+    """Computes the scalar on which one micro-batch's ``backward`` is called.
+
+    Attributes:
+        task: The user's module.
+        extra_weight: Its gradient is (true weight - planned weight) / planned weight of the global
+            batch, once all micro-batches are through and the ranks have averaged.
+        has_weight: Whether this rank has had a micro-batch with weight since it was last reset.
+    """
+
+    def __init__(self, task: TaskModule, logbook: Logbook, metrics: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.task = task
+        self.extra_weight = nn.Parameter(torch.zeros(()))
+        self.has_weight = False
+        self._logbook = logbook
+        self._metrics = metrics
+
+    def forward(self, batch: Any, num_samples: int, global_size: int) -> torch.Tensor:
+        """Run the task's forward and loss and scale the result for the step.
+
+        Args:
+            batch: One micro-batch on the task's device, or None if this rank has no sample.
+            num_samples: Samples in ``batch``.
+            global_size: Samples in the global batch: the planned weight.
+
+        Returns:
+            A scalar. DDP averages gradients over the ranks, hence the factor ``world_size``.
+
+        Raises:
+            ValueError: If ``loss`` returns something that cannot be trained on.
+        """
+        world_size = distributed.world_size()
+        loss = None
+        extra: torch.Tensor | float
+        if batch is not None:
+            outputs = self.task(batch)
+            loss = self.task.loss(outputs, batch)
+            if self._metrics:
+                with torch.no_grad():
+                    self.task.update_metrics(self._metrics, detached(outputs), batch)
+        value, weight = weigh(loss, num_samples, needs_grad=True)
+        if value is None:
+            value = self._zero()
+            extra = -num_samples * world_size / global_size
+        elif isinstance(loss, WeightedLoss):
+            self._logbook.add_loss(value, weight, is_total=True)
+            extra = (weight - num_samples) * world_size / global_size
+            value = value * (world_size / global_size)
+            self.has_weight = True
+        else:
+            self._logbook.add_loss(value, weight, is_total=False)
+            extra = 0.0
+            share = num_samples * world_size / global_size
+            value = value if share == 1 else value * share
+            self.has_weight = True
+        if isinstance(extra, torch.Tensor):
+            return torch.addcmul(value, self.extra_weight, extra.to(value))
+        if extra == 0 and world_size == 1:
+            return value
+        return torch.add(value, self.extra_weight, alpha=extra)
+
+    def _zero(self) -> torch.Tensor:
+        # Zero gradients for everything, so that DDP's reducer sees the same on every rank. A dummy
+        # sample would crash BatchNorm, and its loss times 0 is NaN where the loss is infinite.
+        parts = [(p * 0).sum() for p in self.task.parameters() if p.requires_grad]
+        return torch.stack([part.to(torch.float32) for part in parts]).sum()
+
+
+def weigh(
+    loss: Any, num_samples: int, needs_grad: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | float]:
+    """Check what ``TaskModule.loss`` returned and find its weight.
+
+    Returns:
+        The loss (a mean, or the total of a `WeightedLoss`) and its weight; ``(None, 0)`` if the
+        weight is 0, whatever the loss is then.
+
+    Raises:
+        ValueError: If ``loss`` is not a scalar tensor, a `WeightedLoss` or None, or if it needs no
+            gradient although ``needs_grad``.
+    """
+    if loss is None:
+        return None, 0.0
+    weight: torch.Tensor | float = num_samples
+    value = loss
+    if isinstance(loss, WeightedLoss):
+        value, weight = loss
+        if isinstance(weight, torch.Tensor):
+            if weight.dim() != 0:
+                raise ValueError(
+                    f"loss returned a WeightedLoss whose weight has shape {tuple(weight.shape)}; "
+                    "it must be a number or a scalar tensor: sum it"
+                )
+            weight = weight.detach()
+        if weight < 0:
+            raise ValueError(
+                f"loss returned a WeightedLoss with weight {float(weight)}; a weight is at least 0"
+            )
+        if weight == 0:
+            return None, 0.0
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(
+            f"loss returned {_named(value)}; it must return a scalar tensor (the mean over the "
+            "samples), a WeightedLoss(total, weight), or None to skip this micro-batch"
+        )
+    if value.dim() != 0:
+        raise ValueError(
+            f"loss returned a tensor of shape {tuple(value.shape)}; it must be a scalar: take the "
+            "mean over the samples, or return WeightedLoss(total, weight) for another weighting"
+        )
+    if needs_grad and not value.requires_grad:
+        raise ValueError(
+            "loss returned a tensor that needs no gradient, so there is nothing to train; check "
+            "for detach(), item() or no_grad() on the way, and that parameters require gradients"
+        )
+    return value, weight
+
+
+def _named(value: Any) -> str:
+    return f"a {type(value).__name__} ({value!r:.60})"

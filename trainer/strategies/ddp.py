@@ -1,0 +1,117 @@
+"""Distributed data parallel: every rank holds the whole model, gradients are averaged."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer import distributed
+from trainer.comm_hooks import compress_hook
+from trainer.step import StepModule
+from trainer.strategies.base import Strategy
+
+
+class DDPStrategy(Strategy):
+    """Torch's ``DistributedDataParallel``; on one rank, the module as it is."""
+
+    def __init__(
+        self,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = True,
+        sync_batchnorm: bool = False,
+        comm_hook: str | None = None,
+    ) -> None:
+        """Store the options, which mean what they mean for torch.
+
+        Args:
+            bucket_cap_mb: MiB per gradient bucket; None for torch's default.
+            find_unused_parameters: Search each graph for parameters that get no gradient.
+            static_graph: Promise that every step uses the same parameters.
+            gradient_as_bucket_view: Let ``p.grad`` be a view into its bucket.
+            sync_batchnorm: Replace BatchNorm layers by SyncBatchNorm while wrapped.
+            comm_hook: ``fp16`` or ``bf16``: what gradients are sent as.
+        """
+        self._bucket_cap_mb = bucket_cap_mb
+        self._options = {
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+        }
+        self._sync_batchnorm = sync_batchnorm
+        self._comm_hook = comm_hook
+        self._wrapped: nn.parallel.DistributedDataParallel | None = None
+
+    def setup(self, step: StepModule, device: torch.device) -> nn.Module:
+        """Wrap ``step`` and make every rank's parameters and buffers those of rank 0.
+
+        Raises:
+            ValueError: If the ranks' parameters differ in name, shape or type, which DDP itself
+                would meet with a crash.
+        """
+        if distributed.world_size() == 1:
+            return step
+        check_same_parameters(step.task)
+        if self._sync_batchnorm:
+            convert = nn.SyncBatchNorm.convert_sync_batchnorm
+            step.task = convert(step.task)  # type: ignore[no-untyped-call]
+        options: dict[str, Any] = dict(self._options)
+        if self._bucket_cap_mb is not None:  # an explicit None would be taken for a size
+            options["bucket_cap_mb"] = self._bucket_cap_mb
+        # Buffers are made rank 0's where it matters (evaluation, saving), not in every forward.
+        known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+        buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        options[buffers] = False
+        self._wrapped = nn.parallel.DistributedDataParallel(
+            step, device_ids=[device] if device.type == "cuda" else None, **options
+        )
+        if self._comm_hook is not None:
+            hook = compress_hook(self._comm_hook, exact=step.extra_weight)
+            self._wrapped.register_comm_hook(None, hook)
+        return self._wrapped
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return DDP's ``no_sync``, for all micro-batches but the last."""
+        return nullcontext() if self._wrapped is None else self._wrapped.no_sync()
+
+    def teardown(self) -> None:
+        """Drop the wrapper; DDP's hooks on the parameters go when it is collected."""
+        if self._wrapped is not None:
+            self._wrapped = None
+            gc.collect()
+
+
+def check_same_parameters(task: nn.Module) -> None:
+    """Compare names, shapes and types of the parameters on all ranks.
+
+    Raises:
+        ValueError: On every rank, naming the first difference.
+    """
+    mine = [
+        (name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in task.named_parameters()
+    ]
+    everyone = distributed.all_gather_object(mine)
+    for rank, theirs in enumerate(everyone):
+        if theirs == everyone[0]:
+            continue
+        pairs = zip(everyone[0], theirs, strict=False)
+        first, other = next(((a, b) for a, b in pairs if a != b), (len(everyone[0]), len(theirs)))
+        raise ValueError(
+            f"the task's parameters differ between ranks: rank 0 has {_described(first)}, rank "
+            f"{rank} has {_described(other)}. Build the same model on every rank: nothing in it "
+            "may depend on the rank, on the machine or on unseeded random numbers"
+        )
+
+
+def _described(parameter: Any) -> str:
+    if isinstance(parameter, int):
+        return f"{parameter} parameters"
+    name, shape, dtype, requires_grad = parameter
+    frozen = "" if requires_grad else ", frozen"
+    return f"{name} with shape {shape} ({dtype}{frozen})"

@@ -1,0 +1,236 @@
+"""What a user writes: a `TaskModule`, and what it may return and read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from trainer.state import TrainState
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric, MetricCollection
+
+    from trainer.logbook import Logbook
+
+
+class WeightedLoss(NamedTuple):
+    """A loss that weighs its micro-batch by something other than the number of samples.
+
+    The step uses the gradient of ``sum(total) / sum(weight)`` over all micro-batches and ranks of
+    the global batch. Where the weight is 0 the total is ignored, NaN included.
+
+    Attributes:
+        total: Scalar tensor: the *sum* of the loss over what is counted (tokens, say).
+        weight: How many were counted, a number or a scalar tensor. A tensor on an accelerator
+            costs a host synchronisation per micro-batch; a number or a CPU tensor costs none.
+    """
+
+    total: torch.Tensor
+    weight: torch.Tensor | float
+
+
+@dataclass(frozen=True)
+class OptimizerSetup:
+    """An optimizer with its learning rate schedule.
+
+    Attributes:
+        optimizer: Any ``torch.optim.Optimizer`` over parameters of the task.
+        scheduler: A ``torch.optim.lr_scheduler`` object, or None.
+        interval: When the scheduler steps: ``"step"`` (after every optimizer step) or ``"epoch"``.
+            None means ``"step"``, or after each validation if there is a ``monitor``.
+        monitor: Name of the metric handed to ``scheduler.step(value)``, as for
+            ``ReduceLROnPlateau``; it then steps after each validation that reports this metric.
+    """
+
+    optimizer: torch.optim.Optimizer
+    scheduler: Any = None
+    interval: str | None = None
+    monitor: str | None = None
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a task may know about the run it is part of; read-only.
+
+    Attributes:
+        total_steps: Optimizer steps of the whole run; None if only the data's end tells.
+        steps_per_epoch: Optimizer steps in one epoch; None if only the data's end tells.
+        rank: This process's number, 0 to ``world_size - 1``.
+        world_size: Number of ranks.
+        device: Where the task's parameters and batches are.
+        split: ``train``, ``val``, ``test`` or ``predict``: what is being run now.
+    """
+
+    total_steps: int | None = 0
+    steps_per_epoch: int | None = 0
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    split: str = "train"
+    _state: TrainState = field(default_factory=TrainState, repr=False)
+    _logbook: Logbook | None = field(default=None, repr=False)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self._state.step
+
+    @property
+    def epoch(self) -> int:
+        """Epochs completed."""
+        return self._state.epoch
+
+    @property
+    def samples(self) -> int:
+        """Training samples consumed, over all ranks."""
+        return self._state.samples
+
+
+class TaskModule(nn.Module):
+    """A model with its loss: an ordinary ``nn.Module`` that also trains without a `Trainer`.
+
+    Subclasses define ``forward``, ``loss`` and ``configure_optimizers``; everything else has a
+    default. Methods whose names stand here must not be hidden by attributes
+    (``self.loss = nn.CrossEntropyLoss()``): the Trainer refuses such a task.
+    """
+
+    run: RunFacts = RunFacts()
+
+    def forward(self, batch: Any) -> Any:
+        """Return the outputs for one micro-batch."""
+        raise NotImplementedError(f"{type(self).__name__} must define forward(batch)")
+
+    def loss(self, outputs: Any, batch: Any) -> torch.Tensor | WeightedLoss | None:
+        """Return the loss of one micro-batch.
+
+        Args:
+            outputs: What ``forward`` (or ``eval_forward``) returned.
+            batch: The micro-batch.
+
+        Returns:
+            A scalar tensor, the mean over the micro-batch's samples; or a `WeightedLoss`; or None
+            to leave this micro-batch out of the step (weight 0).
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define loss(outputs, batch)")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer | OptimizerSetup:
+        """Return the optimizer, with a schedule if there is one.
+
+        Called once per ``fit``, on every rank, with the parameters on their device.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define configure_optimizers()")
+
+    def build_metrics(self, split: str) -> Mapping[str, Metric | MetricCollection]:
+        """Return the torchmetrics of ``split`` (``train``, ``val`` or ``test``), by name."""
+        return {}
+
+    def update_metrics(
+        self, metrics: Mapping[str, Metric | MetricCollection], outputs: Any, batch: Any
+    ) -> None:
+        """Update what ``build_metrics`` returned with one micro-batch."""
+
+    def eval_forward(self, batch: Any) -> Any:
+        """Return the outputs for one micro-batch of validation or test."""
+        return self(batch)
+
+    def predict(self, batch: Any) -> Any:
+        """Return the predictions for one micro-batch: tensors whose first dimension is samples."""
+        return self(batch)
+
+    def batch_size(self, batch: Any) -> int:
+        """Return the samples in a batch of which only the task knows how many it holds.
+
+        Used where a dataset yields ready-made batches. The default is the first dimension of the
+        first tensor found in ``batch``.
+        """
+        return first_dimension(batch)
+
+    def log(self, name: str, value: torch.Tensor | float, weight: float | None = None) -> None:
+        """Record a value to be averaged over micro-batches and ranks and logged as split/name.
+
+        Call it from ``forward`` or ``loss``. Without a `Trainer` it does nothing.
+
+        Args:
+            name: The metric's name; the split is put in front (``train/<name>``).
+            value: A number or a scalar tensor; it is detached, not read.
+            weight: Its weight in the mean; None means this micro-batch's number of samples.
+        """
+        if self.run._logbook is not None:
+            self.run._logbook.add(name, value, weight)
+
+    def on_fit_start(self) -> None:
+        """Run on every rank once the optimizer exists and before the first step."""
+
+    def on_epoch_start(self) -> None:
+        """Run on every rank before each epoch; the only place to change ``requires_grad``."""
+
+    def before_optimizer_step(self) -> None:
+        """Run on every rank when gradients are final: reduced, unscaled, not clipped yet."""
+
+    def after_optimizer_step(self) -> None:
+        """Run on every rank after the optimizer's step."""
+
+    def on_validation_end(self, metrics: Mapping[str, float]) -> None:
+        """Run on every rank after each validation, with its metrics (``val/loss``, ...)."""
+
+
+CONTRACT = tuple(
+    name for name in vars(TaskModule) if not name.startswith("_") and name not in ("run", "forward")
+)
+
+
+def check_contract(task: nn.Module) -> None:
+    """Refuse a task in which an attribute hides a method of the contract.
+
+    Raises:
+        ValueError: If ``task`` is not a `TaskModule` or has such an attribute.
+    """
+    if not isinstance(task, TaskModule):
+        raise ValueError(
+            f"the task is a {type(task).__name__}; it must be a trainer.TaskModule: subclass it "
+            "and define forward(batch), loss(outputs, batch) and configure_optimizers()"
+        )
+    hidden = set(vars(task)) | set(task._modules) | set(task._parameters) | set(task._buffers)
+    for name in (*CONTRACT, "forward"):
+        if name in hidden:
+            raise ValueError(
+                f"{type(task).__name__} has an attribute {name!r}, which hides the method "
+                f"TaskModule.{name}; give the attribute another name (self.{name}_fn, say) and "
+                f"keep {name} for the method"
+            )
+    if "run" in hidden and not isinstance(task.run, RunFacts):
+        raise ValueError(
+            f"{type(task).__name__} sets self.run, which the Trainer uses for the facts of the run "
+            "(self.run.step, ...); give the attribute another name"
+        )
+
+
+def first_dimension(batch: Any) -> int:
+    """Return the first dimension of the first tensor in ``batch``, searched depth first.
+
+    Raises:
+        ValueError: If there is no tensor with a dimension.
+    """
+    found = _first_tensor(batch)
+    if found is None:
+        raise ValueError(
+            f"cannot tell how many samples a batch of type {type(batch).__name__} holds: it has no "
+            "tensor with a first dimension; define batch_size(self, batch) in the task"
+        )
+    return int(found.shape[0])
+
+
+def _first_tensor(batch: Any) -> torch.Tensor | None:
+    if isinstance(batch, torch.Tensor):
+        return batch if batch.dim() else None
+    if isinstance(batch, Mapping):
+        parts: Any = batch.values()
+    elif isinstance(batch, list | tuple):
+        parts = batch
+    else:
+        parts = vars(batch).values() if hasattr(batch, "__dict__") else ()
+    return next((t for t in map(_first_tensor, parts) if t is not None), None)
