@@ -332,6 +332,7 @@ def test_same_step_again_replaces(tmp_path: Path) -> None:
 
 KILLED = """
 import os, sys
+import omegaconf, safetensors.torch  # once, not in every child
 from pathlib import Path
 import torch
 from trainer import checkpoint

@@ -1,5 +1,6 @@
 """A small trainer for distributed data parallel PyTorch: the world size is an execution detail."""
 
+from trainer.api import Trainer
 from trainer.callbacks import Callback
 from trainer.checkpoint import load_task, load_weights
 from trainer.cli import hydra_main, run
@@ -8,7 +9,6 @@ from trainer.loggers import Logger
 from trainer.seeding import seed_everything
 from trainer.state import FitResult
 from trainer.task import OptimizerSetup, TaskModule, WeightedLoss
-from trainer.trainer import Trainer
 
 __all__ = [
     "Callback",

@@ -81,7 +81,7 @@ def run(cfg: DictConfig | dict[str, Any]) -> Any:
     from hydra.utils import instantiate
     from omegaconf import DictConfig, OmegaConf
 
-    from trainer.trainer import Trainer
+    from trainer.api import Trainer
 
     cfg = OmegaConf.create(cfg) if isinstance(cfg, dict) else cfg
     assert isinstance(cfg, DictConfig)

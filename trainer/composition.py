@@ -81,7 +81,7 @@ def check_config(cfg: DictConfig) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
     _check_top_level(cfg)
-    open_keys = sorted(key for key in OmegaConf.missing_keys(cfg) if not key.startswith("hydra."))
+    open_keys = _open_keys(OmegaConf.to_container(cfg, resolve=False))
     if open_keys:
         raise ValueError(
             f"the config leaves {', '.join(open_keys)} open (???); give the value on the command "
@@ -247,13 +247,23 @@ def _plain(node: DictConfig | None) -> dict[str, Any]:
         return {}
     if not isinstance(node, DictConfig):
         raise ValueError(f"trainer={node} is not allowed; it must be a mapping of options")
+    early = not HydraConfig.initialized()
     raw = OmegaConf.to_container(node, resolve=False)
     assert isinstance(raw, dict)
-    early = not HydraConfig.initialized()
-    keys = [str(key) for key, value in raw.items() if not (early and "${hydra:" in str(value))]
-    plain = OmegaConf.to_container(OmegaConf.masked_copy(node, keys), resolve=True)
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+    values = {k: node[k] for k, text in raw.items() if not (early and "${hydra:" in str(text))}
+    return {
+        str(key): OmegaConf.to_container(value, resolve=True)
+        if OmegaConf.is_config(value)
+        else value
+        for key, value in values.items()
+    }
+
+
+def _open_keys(node: Any, prefix: str = "") -> list[str]:
+    """Return the keys whose value is ``???``."""
+    if isinstance(node, dict):
+        return [k for key, value in node.items() for k in _open_keys(value, f"{prefix}.{key}")]
+    return [prefix[1:]] if node == "???" else []
 
 
 def _as_nodes(objects: Sequence[object]) -> dict[str, Any]:

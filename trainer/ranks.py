@@ -5,8 +5,9 @@ them, and outlives them: the kernel kills a rank when the thread that started it
 survives this process. A fresh thread also has no OpenMP pool yet, so ranks that it forks can build
 their own, whatever the caller has computed before.
 
-The supervisor holds the store through which the ranks find each other and report: no fixed port,
-no folder. Only rank 0's result, which may be large, goes through a file.
+The supervisor holds the store through which the ranks find each other and report their failures
+(on a port that the system chooses), and a private folder for what may be large: the work on its way
+to fresh interpreters, and rank 0's result.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import socket
 import sys
@@ -27,7 +29,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -38,7 +39,7 @@ from trainer import distributed
 from trainer.failures import Failure, death_of
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing import ProcessFailure
+    from torch.distributed.elastic.multiprocessing import PContext, ProcessFailure
 
 is_rank = False
 """Whether this process is a rank that another process started through `run`."""
@@ -69,6 +70,7 @@ class Plan:
         timeout_s: The longest that a collective may wait.
         port: Of the store, on this machine.
         parent: The process that starts the ranks.
+        folder: For files that live no longer than the ranks.
     """
 
     world_size: int
@@ -77,6 +79,7 @@ class Plan:
     timeout_s: float
     port: int = 0
     parent: int = 0
+    folder: str = ""
 
 
 @dataclass(frozen=True)
@@ -214,55 +217,66 @@ class _Supervisor(threading.Thread):
             self.finished.set()
 
     def _supervise(self) -> None:
-        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
-
         work, self._work = self._work, None
         assert work is not None
-        # The ranks may connect as soon as the socket listens. The store itself starts after the
-        # fork, because its thread would not survive that.
-        listener = socket.create_server((_HOST, 0), backlog=2 * self._plan.world_size)
-        plan = replace(self._plan, port=listener.getsockname()[1], parent=os.getpid())
-        socket_fd = listener.detach()
-        payload = None
-        entrypoint: Callable[..., None] | str
-        arguments: dict[int, tuple[Any, ...]]
-        numbers = range(plan.world_size)
-        if self._method == "fork":
-            # Until a rank has its own handlers, it must not run the caller's.
-            signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
-            entrypoint = _forked_rank
-            arguments = {n: (n, plan, work, socket_fd) for n in numbers}
-        else:
-            payload = _write_payload(plan, work)
-            entrypoint = sys.executable
-            arguments = {n: ("-c", _fresh_program(payload)) for n in numbers}
-        with _fork_warnings_muted():
-            context = start_processes(
-                name="rank",
-                entrypoint=entrypoint,
-                args=arguments,
-                envs={n: _environment(plan, n) for n in numbers},
-                logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-                start_method="fork",
-            )
-        store = None
+        folder = tempfile.mkdtemp(prefix="trainer-")
         try:
-            store = TCPStore(
-                _HOST, plan.port, is_master=True, wait_for_workers=False, master_listen_fd=socket_fd
-            )
-            while (ended := context.wait(0)) is None:
-                if self.stopping:
-                    return
-                time.sleep(_POLL_S)
-            if ended.is_failed():
-                self.error = _first_failure(ended.failures.values(), store)
-            else:
-                self.result = _read_result(store)
+            # The ranks may connect as soon as the socket listens. The store itself starts after
+            # the fork, because its thread would not survive that.
+            listener = socket.create_server((_HOST, 0), backlog=2 * self._plan.world_size)
+            port = listener.getsockname()[1]
+            plan = replace(self._plan, port=port, parent=os.getpid(), folder=folder)
+            listener_fd = listener.detach()
+            context = _start(plan, self._method, work, listener_fd)
+            try:
+                store = TCPStore(
+                    _HOST,
+                    port,
+                    is_master=True,
+                    wait_for_workers=False,
+                    master_listen_fd=listener_fd,
+                )
+                while (ended := context.wait(0)) is None:
+                    if self.stopping:
+                        return
+                    time.sleep(_POLL_S)
+                if ended.is_failed():
+                    self.error = _first_failure(ended.failures.values(), store)
+                else:
+                    self.result = torch.load(
+                        _result_path(plan), map_location="cpu", weights_only=False
+                    )
+            finally:
+                context.close(timeout=_GRACE_S)
         finally:
-            context.close(timeout=_GRACE_S)
-            for path in (payload, store and _result_path(store)):
-                if path:
-                    Path(path).unlink(missing_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)  # a dying process may still write there
+
+
+def _start(plan: Plan, method: str, work: Work, listener_fd: int) -> PContext:
+    """Start the ranks' processes."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+
+    entrypoint: Callable[..., None] | str
+    arguments: dict[int, tuple[Any, ...]]
+    numbers = range(plan.world_size)
+    if method == "fork":
+        # Until a rank has its own handlers, it must not run the caller's.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+        entrypoint = _forked_rank
+        arguments = {n: (n, plan, work, listener_fd) for n in numbers}
+    else:
+        entrypoint = sys.executable
+        program = _fresh_program(_write_work(plan, work))
+        arguments = dict.fromkeys(numbers, ("-c", program))
+    with _fork_warnings_muted():
+        return start_processes(
+            name="rank",
+            entrypoint=entrypoint,
+            args=arguments,
+            envs={n: _environment(plan, n) for n in numbers},
+            logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+            start_method="fork",
+        )
 
 
 def _environment(plan: Plan, number: int) -> dict[str, str]:
@@ -307,44 +321,40 @@ def _failure_key(number: int) -> str:
 # What happens in a rank.
 
 
-def _forked_rank(number: int, plan: Plan, work: Work, socket_fd: int) -> None:
-    os.close(socket_fd)
+def _forked_rank(number: int, plan: Plan, work: Work, listener_fd: int) -> None:
+    os.close(listener_fd)
     _settle(plan)
     _run_rank(number, plan, lambda: work)
 
 
-def _fresh_program(payload: str) -> str:
+def _fresh_program(path: str) -> str:
     """Return the Python program of a rank that is a fresh interpreter."""
     return (
         f"import sys; sys.path[:] = {sys.path!r}\n"
-        f"from trainer.ranks import _fresh_rank; _fresh_rank({payload!r})"
+        f"from trainer.ranks import _fresh_rank; _fresh_rank({path!r})"
     )
 
 
-def _write_payload(plan: Plan, work: Work) -> str:
-    """Write what fresh interpreters need to a private file, and return its path."""
+def _write_work(plan: Plan, work: Work) -> str:
+    """Write what fresh interpreters need, and return its path."""
     import cloudpickle
 
-    fd, path = tempfile.mkstemp(prefix="trainer-")
-    try:
-        with os.fdopen(fd, "wb") as file:
-            pickle.dump((plan, sys.argv), file)
+    path = os.path.join(plan.folder, "work")
+    with open(path, "wb") as file:
+        pickle.dump((plan, sys.argv), file)
+        try:
             cloudpickle.dump(work, file)
-    except Exception as error:
-        Path(path).unlink()
-        raise ValueError(
-            f"the task, the data or another argument cannot be sent to the ranks: {error}; make it "
-            "picklable (open files and locks where they are used, say), or start the ranks before "
-            "CUDA is used in this process, so that they can be forked"
-        ) from error
-    except BaseException:
-        Path(path).unlink()
-        raise
+        except Exception as error:
+            raise ValueError(
+                f"the task, the data or another argument cannot be sent to the ranks: {error}; "
+                "make it picklable (open files and locks where they are used, say), or start the "
+                "ranks before CUDA is used in this process, so that they can be forked"
+            ) from error
     return path
 
 
-def _fresh_rank(payload: str) -> None:
-    file = open(payload, "rb")  # noqa: SIM115 - closed by `load`
+def _fresh_rank(path: str) -> None:
+    file = open(path, "rb")  # noqa: SIM115 - closed by `load`
     plan, sys.argv[:] = pickle.load(file)
     _settle(plan)
 
@@ -367,7 +377,7 @@ def _run_rank(number: int, plan: Plan, load: Callable[[], Work]) -> None:
         distributed.setup(group_store, number, plan.world_size, plan.kind, plan.timeout_s)
         result = work.job(*work.args)
         if number == 0:
-            _write_result(result, store)
+            _write_result(result, plan)
         _wait_for_all(store, plan.world_size)
         distributed.teardown()
     except BaseException as error:
@@ -384,6 +394,8 @@ def _settle(plan: Plan) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
     _die_with_parent(plan.parent)
+    # Where this rank's loader workers keep their sockets; killed ones do not clean up.
+    multiprocessing.current_process()._config["tempdir"] = plan.folder  # type: ignore[attr-defined]
 
     # The same for processes that this rank forks (a loader's workers). The kernel looks at the
     # thread that forked, so only the main thread's children, which end with the process, get it.
@@ -428,10 +440,8 @@ def _wait_for_all(store: Store, world_size: int) -> None:
     store.wait(["all done"], timedelta(days=365))
 
 
-def _write_result(result: Any, store: Store) -> None:
-    fd, path = tempfile.mkstemp(prefix="trainer-")
-    store.set("result", path)  # first, so that the parent removes it whatever happens here
-    with os.fdopen(fd, "wb") as file:
+def _write_result(result: Any, plan: Plan) -> None:
+    with open(_result_path(plan), "wb") as file:
         try:
             torch.save(result, file, pickle_protocol=pickle.HIGHEST_PROTOCOL)
         except (pickle.PicklingError, AttributeError, TypeError):
@@ -442,12 +452,8 @@ def _write_result(result: Any, store: Store) -> None:
             torch.save(result, file, cloudpickle, pickle.HIGHEST_PROTOCOL)
 
 
-def _read_result(store: Store) -> Any:
-    return torch.load(_result_path(store), map_location="cpu", weights_only=False)
-
-
-def _result_path(store: Store) -> str:
-    return store.get("result").decode() if store.check(["result"]) else ""
+def _result_path(plan: Plan) -> str:
+    return os.path.join(plan.folder, "result")
 
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -10,9 +10,8 @@ from trainer.batches import evaluation_batches, train_batches
 from trainer.callbacks import Run
 from trainer.config import DEFAULT_GLOBAL_BATCH_SIZE, TrainerConfig
 from trainer.data import DataModule, evaluation_sets, prepare
-from trainer.evaluation import EvaluationSet
+from trainer.evaluation import EvaluationSet, evaluate, predict
 from trainer.loading import Batches, LoaderOptions, Source, open_source
-from trainer.logbook import Logbook
 from trainer.plan import GlobalBatchPlan
 from trainer.precision import Precision
 from trainer.state import TrainState
@@ -46,6 +45,9 @@ class Session:
         )
         distributed.run_once_per_machine(lambda: prepare(data), data.prepare_timeout_s)
         task.to(self.device)
+        task.run = RunFacts(
+            rank=distributed.rank(), world_size=distributed.world_size(), device=self.device
+        )
 
     def train_batches(self) -> tuple[Batches, GlobalBatchPlan]:
         """Return this rank's training data and how its global batches are cut.
@@ -153,17 +155,23 @@ class Session:
             _state=state,
         )
 
-    def facts(self, view: Run, state: TrainState, logbook: Logbook) -> RunFacts:
-        """Return what the task sees of the run."""
-        return RunFacts(
-            total_steps=view.total_steps,
-            steps_per_epoch=view.steps_per_epoch,
-            rank=distributed.rank(),
-            world_size=distributed.world_size(),
-            device=self.device,
-            _state=state,
-            _logbook=logbook,
-        )
+    def evaluate(self, split: str) -> dict[str, float]:
+        """Return the metrics of ``val`` or ``test``, on every rank.
+
+        Raises:
+            ValueError: If there is no such data.
+        """
+        sets = self.evaluation_sets(split)
+        if not sets:
+            raise ValueError(
+                f"there is no {split} data: {type(self._data).__name__}.{split}_dataset() returned "
+                "None"
+            )
+        return evaluate(self.task, sets, split, self.precision, self.device)
+
+    def predict(self, output_dir: Path | None) -> Any:
+        """Return the predictions of every sample on rank 0, or write them to ``output_dir``."""
+        return predict(self.task, self.predict_batches(), self.precision, self.device, output_dir)
 
     def load(self, run_dir: Path, which: str | Path | None) -> None:
         """Load a checkpoint's weights on rank 0 and share them with every rank."""

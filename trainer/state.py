@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer.callbacks.base import Run
 
 
 @dataclass
@@ -58,3 +61,17 @@ class FitResult:
     last_checkpoint: Path | None
     best_checkpoint: Path | None
     stop_reason: str
+
+    @classmethod
+    def of(cls, run: Run, stop_reason: str | None) -> FitResult:
+        """Sum up a run that has ended."""
+        return cls(
+            step=run.step,
+            epoch=run.epoch,
+            samples=run.samples,
+            metrics=dict(run.metrics),
+            run_dir=run.run_dir,
+            last_checkpoint=run.last_checkpoint,
+            best_checkpoint=run.best_checkpoint,
+            stop_reason=stop_reason or "",
+        )

@@ -73,7 +73,8 @@ def test_speed_and_time_left(
     bar.on_validation_end(run, {"val/loss": 0.123456, "val/accuracy": 0.99})
     now, run._state.epoch, run._state.step, run._state.samples = 1011.0, 1, 80, 8000
     assert bar._line() == "epoch 2/2  step 80/100  2,000 samples/s  0:00:06 left"
-    run._state.epoch, run.total_steps, run.config = 2, None, TrainerConfig(max_steps=9)
+    run._state.epoch, run.config = 2, TrainerConfig(max_steps=9)
+    run.total_steps = run.steps_per_epoch = None  # only the data's end tells
     assert bar._line() == "epoch 3  step 80  2,000 samples/s"
     assert "step 60  val/loss 0.1235  val/accuracy 0.99\n" in capsys.readouterr().out
 
@@ -104,6 +105,22 @@ def test_what_it_says_at_the_end(make_run: Callable[..., Run], capsys: Output) -
     assert "stopped: val/loss has not improved" in out
     assert lines[-2] == ["last", "c/step-00000080"]
     assert lines[-1] == ["best", "c/step-00000040"]
+    run.best_checkpoint = run.last_checkpoint
+    bar.on_fit_end(run)
+    assert capsys.readouterr().out.splitlines()[-1] == "last, best  c/step-00000080"
+
+
+def test_a_validation_belongs_to_the_epoch_that_it_ends(
+    make_run: Callable[..., Run], capsys: Output
+) -> None:
+    run, bar = make_run(), ProgressBar()
+    bar.on_fit_start(run)
+    for step, epoch in ((25, 0), (50, 1), (51, 1), (100, 2)):
+        run._state.step, run._state.epoch = step, epoch
+        bar.on_validation_end(run, {"val/loss": 1.0})
+    bar.close()
+    shown = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[4:]]
+    assert shown == ["epoch 1/2", "epoch 1/2", "epoch 2/2", "epoch 2/2"]
 
 
 def test_an_end_with_nothing_to_show(make_run: Callable[..., Run], capsys: Output) -> None:

@@ -203,7 +203,7 @@ def too_late():
 
 
 def once_per_machine():
-    folder = os.environ["TMPDIR"] + "/once"
+    folder = os.environ["TMPDIR"] + "/../once"
     Path(folder).mkdir()
     run(once, folder, False, timeout_s=1)
     try:

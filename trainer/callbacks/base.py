@@ -57,6 +57,7 @@ class Run:
     _state: TrainState = field(default_factory=TrainState)
     _stop_reason: str | None = None
     _save_requested: bool = False
+    _measured_at: dict[str, int] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
@@ -82,6 +83,15 @@ class Run:
     def stop_reason(self) -> str | None:
         """Why the run ends before its limits; None if it does not."""
         return self._stop_reason
+
+    def record(self, values: Mapping[str, float]) -> None:
+        """Note values measured at the current step; the loop calls this."""
+        self.metrics.update(values)
+        self._measured_at.update(dict.fromkeys(values, self.step))
+
+    def measured_now(self, name: str) -> float | None:
+        """Return a metric if it was measured at exactly the current step, else None."""
+        return self.metrics[name] if self._measured_at.get(name) == self.step else None
 
     def request_stop(self, reason: str) -> None:
         """Ask the loop to end; it does so for all ranks at once, right after this event."""

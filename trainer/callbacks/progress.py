@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -159,10 +160,11 @@ def _summary(run: Run, seconds: float) -> str:
     if run.stop_reason is not None:
         ended += f"; stopped: {run.stop_reason}"
     lines = {"done": ended}
-    if run.last_checkpoint is not None:
-        lines["last"] = str(run.last_checkpoint)
-    if run.best_checkpoint is not None and run.best_checkpoint != run.last_checkpoint:
-        lines["best"] = str(run.best_checkpoint)
+    last, best = run.last_checkpoint, run.best_checkpoint
+    if last is not None:
+        lines["last, best" if best == last else "last"] = str(last)
+    if best is not None and best != last:
+        lines["best"] = str(best)
     return "\n".join([*_table(run.metrics), _aligned(lines)])
 
 
@@ -191,8 +193,10 @@ def _aligned(rows: Mapping[str, str]) -> str:
 
 
 def _epoch(run: Run) -> str:
-    last = run.config.max_epochs
-    return f"epoch {run.epoch + 1}" if last is None else f"epoch {min(run.epoch + 1, last)}/{last}"
+    # The epoch of the last step done, so that a validation at its end belongs to it.
+    per_epoch, most = run.steps_per_epoch, run.config.max_epochs
+    epoch = max(1, math.ceil(run.step / per_epoch)) if per_epoch else run.epoch + 1
+    return f"epoch {epoch}" if most is None else f"epoch {epoch}/{most}"
 
 
 def _number(value: float) -> str:

@@ -1,0 +1,340 @@
+"""From a config to a run: what composes, what is refused and how, and what each mode does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+
+from trainer import DataModule, TaskModule, cli
+from trainer.composition import check_command_line, check_config, register_configs
+from trainer.config import TrainerConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# CONFIG leaves _self_ out, as projects may: hydra_main fixes the order and silences this.
+pytestmark = pytest.mark.filterwarnings("ignore:.*Defaults list is missing `_self_`")
+
+CONFIG = """\
+defaults:
+  - trainer: default
+task:
+  _target_: test_cli.Line
+  width: ${width}
+data:
+  _target_: test_cli.Points
+trainer:
+  max_epochs: 2
+  global_batch_size: 64
+  checkpoint: {keep: 1}
+width: 1
+"""
+
+built: list[str] = []
+
+
+class Line(TaskModule):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        built.append("task")
+        self.layer = torch.nn.Linear(width, 1)
+
+    def forward(self, batch):
+        return self.layer(batch)
+
+    def loss(self, outputs, batch):
+        return (outputs - 2 * batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Points(DataModule):
+    def __init__(self) -> None:
+        built.append("data")
+
+    def train_dataset(self):
+        return [torch.tensor([float(i)]) for i in range(8)]
+
+    val_dataset = test_dataset = predict_dataset = train_dataset
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """A config folder with one config, which lacks nothing."""
+    conf = tmp_path / "conf"
+    conf.mkdir()
+    (conf / "app.yaml").write_text(CONFIG)
+    return str(conf)
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    register_configs()
+    yield
+    register_configs()
+
+
+def composed(folder: str, *overrides: str, name: str = "app") -> DictConfig:
+    with initialize_config_dir(folder, version_base="1.3"):
+        return compose(name, overrides=list(overrides))
+
+
+def check(folder: str, *overrides: str, multirun: bool = False) -> None:
+    check_command_line(folder, "app", list(overrides), multirun)
+
+
+def refusal(folder: str, *overrides: str, multirun: bool = False) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the callers look at the message
+        check(folder, *overrides, multirun=multirun)
+    return str(caught.value)
+
+
+def test_a_config_gets_every_option_typed_and_the_defaults(folder: str) -> None:
+    cfg = composed(folder, "mode=test", "trainer.devices=2")
+    assert OmegaConf.get_type(cfg.trainer) is TrainerConfig
+    assert (cfg.trainer.max_epochs, cfg.trainer.devices, cfg.trainer.seed) == (2, 2, 0)
+    assert (cfg.trainer.checkpoint.keep, cfg.trainer.checkpoint.mode) == (1, "min")
+    assert (cfg.mode, cfg.test, cfg.ckpt_path, cfg.optimized_metric) == ("test", False, None, None)
+    assert list(cfg.callbacks) == ["learning_rate", "throughput", "progress"]
+    assert list(cfg.logger) == ["jsonl", "tensorboard"]
+    assert check_config(cfg)["global_batch_size"] == 64
+
+
+def test_callbacks_are_added_switched_off_and_left_out(folder: str) -> None:
+    stopping = "+callbacks.stopping={_target_: trainer.callbacks.EarlyStopping, monitor: val/loss}"
+    cfg = composed(folder, stopping, "callbacks.progress=null", "~logger.tensorboard")
+    assert list(cfg.callbacks) == ["learning_rate", "throughput", "progress", "stopping"]
+    assert cfg.callbacks.progress is None
+    assert list(cfg.logger) == ["jsonl"]
+    assert set(composed(folder, "+callbacks=none").callbacks.values()) == {None}
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "conf").glob("*.yaml")))
+def test_the_recipes_compose(name: str) -> None:
+    cfg = composed(str(ROOT / "conf"), name=name)
+    assert check_config(cfg)["max_epochs"] > 0
+    assert cfg.task._target_.startswith("recipes.")
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in (ROOT / "conf/experiment").glob("*.yaml")))
+def test_the_experiments_compose(name: str) -> None:
+    check_config(composed(str(ROOT / "conf"), f"+experiment={name}", name="mnist"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["trainer.devcies=4"], "trainer: there is no option 'devcies'; did you mean devices?"),
+        (["+trainer.devcies=4"], "did you mean devices?"),
+        (["trainer.devices=four"], "devices='four' is not allowed; it must be a whole number"),
+        (["trainer.devices=0"], "devices=0 is not allowed"),
+        (["trainer.max_epochs=abc"], "max_epochs='abc' is a string; it must be a whole number"),
+        (["trainer.max_epochs=1.5"], "max_epochs=1.5 is a number with a fraction"),
+        (["trainer.shuffle=3"], "shuffle=3 is a whole number; it must be true or false"),
+        (["trainer.checkpoint.kep=4"], "'checkpoint.kep'; did you mean checkpoint.keep?"),
+        (
+            ["trainer.accumulate_grad_batches=4", "trainer.devices=2"],
+            "set micro_batch_size=8 (global_batch_size 64 / (4 x world size 2))",
+        ),
+        (["trainer.strategy=ddp_spawn"], "set strategy=ddp; how the ranks are started"),
+        (["trainer.max_epochs=null"], "neither max_epochs nor max_steps is given"),
+        (["trainer.max_epochs=???"], "the config leaves trainer.max_epochs open (???)"),
+        (["trainer.max_epochs=${nothing}"], "Interpolation key 'nothing' not found"),
+        (["trainer=other"], "Could not find 'trainer/other'"),
+        (["trainer.resume=auto"], "trainer.run_dir=runs/my-run trainer.resume=auto"),
+        (["mdoe=test"], "there is no key 'mdoe' in the config; did you mean mode?"),
+        (["devices=2"], "it is an option of the trainer: write trainer.devices."),
+        (["gpus=2"], "it is called devices here: set devices='2'"),
+        (["task.widht=2"], "did you mean task.width? (+task.widht=... adds a key of your own)"),
+        (["task.zzz=2", "task.yyy=3"], "there are: _target_, width."),
+        (["mode=train"], "mode=train is not known; it must be one of fit, validate, test, predict"),
+        (["test=maybe"], "it must be true or false"),
+        (["ckpt_path=best"], "ckpt_path=best with mode=fit"),
+        (["mode=test", "ckpt_path=best"], "name the folder of the run that trained"),
+        (["task=null"], "the config's task has no _target_"),
+        (["~task._target_"], "the config's task has no _target_"),
+        (["data=3"], "the config's data has no _target_"),
+        (["+max_epochs=3"], "it is an option of the trainer: write trainer.max_epochs."),
+        (["+callback=3"], "nothing reads the config's key 'callback'; did you mean callbacks?"),
+        (["trainer.devices=1,2"], "Ambiguous value"),
+        (["trainer.run_dir=/dev/null/x"], "run_dir /dev/null/x cannot be written: /dev/null is"),
+    ],
+)
+def test_a_mistake_on_the_command_line(folder: str, overrides: list[str], words: str) -> None:
+    assert words in refusal(folder, *overrides)
+
+
+def test_a_mistake_in_a_file(folder: str) -> None:
+    Path(folder, "app.yaml").write_text(CONFIG + "trainr: {devices: 2}\n")
+    assert "the config's key 'trainr'; did you mean trainer?" in refusal(folder)
+    Path(folder, "app.yaml").write_text(CONFIG.replace("max_epochs", "num_train_epochs"))
+    assert "it is called max_epochs here: set max_epochs=2" in refusal(folder)
+    Path(folder, "app.yaml").write_text(CONFIG.replace("max_epochs: 2", "max_epochs: two"))
+    assert "max_epochs='two' is a string" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["+own=3"],
+        ["+seed=3", "trainer.seed=${seed}"],
+        ["trainer.run_dir=${hydra:runtime.cwd}/runs"],
+        ["mode=validate", "trainer.max_epochs=null"],
+        ["mode=test", "ckpt_path=last", "trainer.run_dir=runs/mine"],
+    ],
+)
+def test_not_a_mistake(folder: str, overrides: list[str]) -> None:
+    check(folder, *overrides)
+
+
+def test_each_value_of_a_sweep_is_checked(folder: str) -> None:
+    check(folder, "trainer.devices=1,2", "task.width=1,2", "trainer.seed=range(3)", multirun=True)
+    message = refusal(folder, "trainer.devices=1,2", "trainer.max_steps=1,two", multirun=True)
+    assert "max_steps='two' is a string" in message
+
+
+def test_a_sweep_under_torchrun_is_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    assert "every rank would run a sweep" in refusal(folder, "task.width=1,2", multirun=True)
+
+
+@pytest.fixture
+def cfg(folder: str, tmp_path: Path) -> DictConfig:
+    return composed(folder, f"trainer.run_dir={tmp_path}/run", "+callbacks=none", "+logger=none")
+
+
+def test_fit_gives_the_result_or_the_optimized_metric(cfg: DictConfig, tmp_path: Path) -> None:
+    result = cli.run(cfg)
+    assert (result.step, result.epoch, result.run_dir) == (2, 2, tmp_path / "run")
+    cfg.optimized_metric = "val/loss"
+    assert cli.run(cfg) == result.metrics["val/loss"]
+    assert "test/loss" not in result.metrics
+    cfg.test, cfg.optimized_metric = True, "val/accuracy"
+    with pytest.raises(ValueError, match=r"val/accuracy was not measured; there are: .*test/loss"):
+        cli.run(cfg)
+
+
+def test_validate_and_test_print_their_metrics(
+    cfg: DictConfig, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cfg.mode, cfg.optimized_metric = "validate", "test/loss"
+    metrics = cli.run(cfg)
+    assert f"val/loss  {metrics['val/loss']:.6g}\n" in capfd.readouterr().out
+    cfg.mode = "test"
+    assert cli.run(cfg) == pytest.approx(metrics["val/loss"])  # the same weights and data
+
+
+def test_predict_keeps_the_predictions(cfg: DictConfig, tmp_path: Path) -> None:
+    cfg.mode = "predict"
+    predictions = cli.run(cfg)
+    assert predictions.shape == (8, 1)
+    assert torch.equal(torch.load(tmp_path / "run" / "predictions.pt"), predictions)
+
+
+def test_the_trainer_comes_first_and_gets_nodes(
+    cfg: DictConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fake:
+        def __init__(self, **options: Any) -> None:
+            built.append("trainer")
+            self.options = options
+
+        def fit(self, task: Any, data: Any, test_best: bool) -> None:
+            assert type(task) is Line
+            assert type(data) is Points
+            given.append(self.options)
+
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr("trainer.api.Trainer", Fake)
+    built.clear()
+    cfg.logger = {"mine": {"_target_": "my.Logger", "path": "${mode}"}}
+    assert cli.run(cfg) is None  # as on a rank other than 0
+    assert built == ["trainer", "data", "task"]
+    assert given[0]["logger"] == {"mine": {"_target_": "my.Logger", "path": "fit"}}
+    assert given[0]["max_epochs"] == 2
+    assert given[0]["checkpoint"]["keep"] == 1
+    plain = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(plain, dict)
+    del plain["callbacks"], plain["logger"]
+    cli.run(plain)
+    assert (given[1]["callbacks"], given[1]["logger"]) == (None, None)
+
+
+def test_a_program_passes_a_config_on_and_finds_its_own_folder(folder: str) -> None:
+    @cli.hydra_main("../conf", "mnist")
+    def main(cfg: Any) -> Any:
+        return cfg
+
+    assert main({"a": 1}) == {"a": 1}
+
+
+PROGRAM = """\
+import sys
+from trainer import hydra_main, run
+@hydra_main("conf", "app")
+def main(cfg):
+    if cfg.get("fail"):
+        raise RuntimeError("broken")
+    if cfg.get("interrupt"):
+        raise KeyboardInterrupt
+    print("step", run(cfg).step)
+if __name__ == "__main__":
+    main()
+"""
+
+
+def program(folder: str, *overrides: str) -> subprocess.CompletedProcess[str]:
+    script = Path(folder).parent / "program.py"
+    script.write_text(PROGRAM)
+    return subprocess.run(
+        [sys.executable, script, *overrides],
+        cwd=Path(folder).parent,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+
+
+def test_a_mistake_is_one_line_and_leaves_no_folder(folder: str) -> None:
+    done = program(folder, "trainer.devices=four", "hydra.run.dir=made")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr == (
+        "error: trainer: devices='four' is not allowed; it must be a whole number of at least 1 or "
+        "auto\n"
+    )
+    assert sorted(os.listdir(Path(folder).parent)) == ["conf", "program.py"]
+
+
+def test_a_run_has_one_folder_and_no_noise(folder: str) -> None:
+    done = program(folder, "trainer.run_dir=made", "+logger=none")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("step 2\n")
+    assert sorted(os.listdir(Path(folder).parent)) == ["conf", "made", "program.py"]
+    assert sorted(os.listdir(Path(folder).parent / "made")) == [".hydra", "checkpoints"]
+
+
+def test_a_failure_is_printed_once_without_hydra(folder: str) -> None:
+    done = program(folder, "+fail=true")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback (most recent call last):\n")
+    assert done.stderr.endswith("RuntimeError: broken\n")
+    assert done.stderr.count("Traceback") == 1
+    assert "hydra/" not in done.stderr
+
+
+def test_an_interrupt_ends_with_130(folder: str) -> None:
+    done = program(folder, "+interrupt=true")
+    assert (done.returncode, done.stderr) == (130, "")

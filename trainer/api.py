@@ -1,0 +1,202 @@
+"""The `Trainer`: from options to ranks, and from ranks to results.
+
+What a rank then does is in ``trainer.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from trainer import distributed
+from trainer.callbacks import Callback, default_callbacks
+from trainer.config import TrainerConfig
+from trainer.data import DataModule, as_data_module
+from trainer.instantiate import instantiate_all
+from trainer.launcher import in_child, launch
+from trainer.loggers import Logger, default_loggers
+from trainer.seeding import seed_everything
+from trainer.session import Session
+from trainer.state import FitResult, TrainState
+from trainer.task import RunFacts, TaskModule, check_contract
+from trainer.trainer import Training
+
+
+class Trainer:
+    """Trains a `TaskModule` over one or many processes; the world size is an execution detail.
+
+    Example:
+        ``result = Trainer(devices=4, max_epochs=2).fit(task, train=dataset, val=other)``
+    """
+
+    def __init__(self, *, callbacks: Any = None, logger: Any = None, **options: Any) -> None:
+        """Check the options and seed the random generators.
+
+        Args:
+            callbacks: A sequence of `Callback` objects (or config nodes), or a mapping of them by
+                name; None for the default ones (learning rate, throughput, progress).
+            logger: Likewise of `Logger` objects; None for metrics.jsonl and TensorBoard.
+            options: Any option of `TrainerConfig`.
+
+        Raises:
+            ValueError: For an unknown option or a value that is not allowed.
+        """
+        self.config = TrainerConfig.from_options(options)
+        self.run_config: Mapping[str, Any] = {"trainer": asdict(self.config)}
+        self._callbacks = callbacks
+        self._logger = logger
+        self._state = TrainState()
+        self._run_dir: Path | None = None
+        if self.config.fast_dev_run:
+            self.config = replace(
+                self.config, max_steps=1, limit_val_batches=1, limit_test_batches=1
+            )
+        seed_everything(self.config.seed)
+
+    def fit(
+        self,
+        task: TaskModule,
+        data: DataModule | None = None,
+        *,
+        train: Any = None,
+        val: Any = None,
+        test: Any = None,
+        test_best: bool = False,
+    ) -> FitResult:
+        """Train ``task``; it has the last weights afterwards.
+
+        Args:
+            task: What to train.
+            data: Where the samples come from; or give datasets or loaders by name instead.
+            train: The training data.
+            val: The validation data, or a dict of several.
+            test: The test data.
+            test_best: Whether to test the best checkpoint at the end, in the same launch.
+
+        Returns:
+            The result; None on ranks other than 0 if a launcher such as torchrun started them.
+
+        Raises:
+            ValueError: For a mistake in the task, the data or the options.
+            FloatingPointError: If the loss becomes NaN or infinite.
+        """
+        self.config.check_limits()
+        module = as_data_module(data, train=train, val=val, test=test)
+        result: FitResult = self._launch(self._fit, task, module, test_best)
+        if result is not None:
+            self._run_dir = result.run_dir
+        return result
+
+    def validate(
+        self,
+        task: TaskModule,
+        data: DataModule | None = None,
+        *,
+        val: Any = None,
+        ckpt_path: str | Path | None = None,
+    ) -> dict[str, float]:
+        """Return the validation metrics (``val/loss``, ...) of ``task``.
+
+        Args:
+            task: What to evaluate; it gets the checkpoint's weights if one is named.
+            data: Where the samples come from; or give ``val`` instead.
+            val: The validation data, or a dict of several.
+            ckpt_path: ``best``, ``last`` or a path; None for the weights as they are.
+        """
+        module = as_data_module(data, val=val)
+        found: dict[str, float] = self._launch(self._evaluate, task, module, "val", ckpt_path)
+        return found
+
+    def test(
+        self,
+        task: TaskModule,
+        data: DataModule | None = None,
+        *,
+        test: Any = None,
+        ckpt_path: str | Path | None = None,
+    ) -> dict[str, float]:
+        """Return the test metrics (``test/loss``, ...); arguments as for `validate`."""
+        module = as_data_module(data, test=test)
+        found: dict[str, float] = self._launch(self._evaluate, task, module, "test", ckpt_path)
+        return found
+
+    def predict(
+        self,
+        task: TaskModule,
+        data: DataModule | None = None,
+        *,
+        predict: Any = None,
+        ckpt_path: str | Path | None = None,
+        output_dir: str | Path | None = None,
+    ) -> Any:
+        """Return ``task.predict`` of every sample, in dataset order.
+
+        Args:
+            task: What predicts; it gets the checkpoint's weights if one is named.
+            data: Where the samples come from; or give ``predict`` instead.
+            predict: The data to predict for.
+            ckpt_path: ``best``, ``last`` or a path; None for the weights as they are.
+            output_dir: Write one file per micro-batch there instead, named by position, and
+                return the folder: for predictions that do not fit into memory.
+        """
+        module = as_data_module(data, predict=predict)
+        return self._launch(self._predict, task, module, ckpt_path, output_dir)
+
+    def _launch(self, job: Callable[..., Any], task: TaskModule, *args: Any) -> Any:
+        check_contract(task)
+        outcome = launch(_run_job, job, task, *args, config=self.config, where=self._where)
+        if outcome is None:
+            return None
+        result, weights = outcome
+        if weights is not None:  # the ranks were processes of their own
+            task.load_state_dict(weights)
+        return result
+
+    def _where(self) -> str:
+        return f"step {self._state.step}"
+
+    def _fit(self, task: TaskModule, data: DataModule, test_best: bool) -> FitResult:
+        # Built here, so that a logger knows nothing of ranks: only rank 0 has any.
+        is_first = distributed.rank() == 0
+        callbacks = instantiate_all(
+            self._callbacks if is_first else (), Callback, "callbacks", default_callbacks
+        )
+        logger = self._logger if is_first and not self.config.fast_dev_run else ()
+        loggers = instantiate_all(logger, Logger, "logger", default_loggers)
+        session = Session(self.config, task, data)
+        self._state = TrainState()
+        training = Training(session, self._state, callbacks, loggers, self.run_config)
+        with training.open():
+            return training.run(test_best)
+
+    def _evaluate(
+        self, task: TaskModule, data: DataModule, split: str, ckpt_path: str | Path | None
+    ) -> dict[str, float]:
+        return self._session(task, data, ckpt_path).evaluate(split)
+
+    def _predict(
+        self,
+        task: TaskModule,
+        data: DataModule,
+        ckpt_path: str | Path | None,
+        output_dir: str | Path | None,
+    ) -> Any:
+        folder = None if output_dir is None else Path(output_dir)
+        return self._session(task, data, ckpt_path).predict(folder)
+
+    def _session(self, task: TaskModule, data: DataModule, ckpt_path: str | Path | None) -> Session:
+        session = Session(self.config, task, data)
+        if ckpt_path is not None:
+            session.load(self._run_dir or Path(self.config.run_dir or "."), ckpt_path)
+        return session
+
+
+def _run_job(job: Callable[..., Any], task: TaskModule, *args: Any) -> tuple[Any, Any]:
+    """Run one of the Trainer's jobs on a rank; its weights go back if the caller needs them."""
+    try:
+        result = job(task, *args)
+    finally:
+        task.run = RunFacts()
+    return result, task.state_dict() if in_child() and distributed.rank() == 0 else None
