@@ -138,12 +138,12 @@ class ByteTransformer(TaskModule):
 
     def __init__(
         self,
-        learning_rate: float = 0.003,
+        learning_rate: float = 0.004,
         weight_decay: float = 0.1,
         warmup: float = 0.1,
         context: int = 128,
         width: int = 128,
-        num_layers: int = 4,
+        num_layers: int = 2,
         num_heads: int = 4,
         dropout: float = 0.1,
     ) -> None:

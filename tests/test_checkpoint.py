@@ -16,18 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from trainer import checkpoint
-from trainer.checkpoint import (
-    CheckpointWriter,
-    Snapshot,
-    find,
-    load_task,
-    load_weights,
-    newest_valid,
-    read_state,
-    verify,
-)
+from trainer import checkpoint, manifest
+from trainer.checkpoint import CheckpointWriter, Snapshot, read_state
 from trainer.config import CheckpointConfig
+from trainer.manifest import find, newest_valid, verify
+from trainer.weights import load_task, load_weights
 
 
 def snapshot(step: int, metric: float | None = None, **fields: Any) -> Snapshot:
@@ -71,12 +64,12 @@ def test_files_and_manifest(tmp_path: Path, asynchronous: bool) -> None:
     assert writer.last == writer.best == path
     files = {p.name for p in path.iterdir()}
     assert files == {"model.safetensors", "state.pt", "config.yaml", "manifest.json"}
-    manifest = json.loads((path / "manifest.json").read_text())
-    assert (manifest["step"], manifest["world_size"], manifest["metric"]) == (500, 2, 0.25)
+    facts = json.loads((path / "manifest.json").read_text())
+    assert (facts["step"], facts["world_size"], facts["metric"]) == (500, 2, 0.25)
     for name in files - {"manifest.json"}:
         content = (path / name).read_bytes()
-        assert manifest["files"][name]["size"] == len(content)
-        assert manifest["files"][name]["sha256"] == hashlib.sha256(content).hexdigest()
+        assert facts["files"][name]["size"] == len(content)
+        assert facts["files"][name]["sha256"] == hashlib.sha256(content).hexdigest()
     assert set(load_file(path / "model.safetensors")) == {"weight", "bias"}
     assert (path / "config.yaml").read_text() == "trainer:\n  max_epochs: 2\n"
     assert read_state(path)["optimizer"]["state"][0]["exp_avg"].tolist() == [500.0] * 3
@@ -84,13 +77,13 @@ def test_files_and_manifest(tmp_path: Path, asynchronous: bool) -> None:
 
 def test_state_is_copied_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
-    write_weights = checkpoint._write_weights
+    write_weights = checkpoint.write_weights
 
     def slow(*args: Any) -> None:
         assert go.wait(10)
         write_weights(*args)
 
-    monkeypatch.setattr(checkpoint, "_write_weights", slow)
+    monkeypatch.setattr(checkpoint, "write_weights", slow)
     writer = CheckpointWriter(tmp_path, CheckpointConfig())
     weight, moment = torch.ones(4), torch.ones(4)
     writer.save(snapshot(1, weights={"w": weight}, state={"m": moment}))
@@ -109,7 +102,7 @@ def test_state_is_copied_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_one_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writing: list[int] = []
     most: list[int] = []
-    write_weights = checkpoint._write_weights
+    write_weights = checkpoint.write_weights
 
     def counted(*args: Any) -> None:
         writing.append(1)
@@ -117,7 +110,7 @@ def test_one_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         write_weights(*args)
         writing.pop()
 
-    monkeypatch.setattr(checkpoint, "_write_weights", counted)
+    monkeypatch.setattr(checkpoint, "write_weights", counted)
     writer = write(tmp_path, *(snapshot(i) for i in range(1, 6)), keep=None)
     assert most == [1] * 5
     assert [p.name[-1] for p in writer.finished()] == list("12345")
@@ -310,6 +303,7 @@ def test_resuming_before_the_last_sets_the_others_aside(
     writer = CheckpointWriter(tmp_path, CheckpointConfig(), step=1)
     assert "moved 2 checkpoints beyond step 1" in capsys.readouterr().err
     assert writer.best == writer.last == tmp_path / "step-00000001"
+    assert step_at(tmp_path, "best") == step_at(tmp_path, "last") == 1
     writer.save(snapshot(2, 5.0))
     writer.close()
     assert steps(tmp_path) == [1, 2]
@@ -317,6 +311,8 @@ def test_resuming_before_the_last_sets_the_others_aside(
     assert newest_valid(tmp_path.parent) is None  # only looks into checkpoints/
     assert steps(tmp_path / "aside") == [2, 3]
     verify(tmp_path / "aside" / "step-00000003")
+    CheckpointWriter(tmp_path, CheckpointConfig(), step=0)  # a new run in the same folder
+    assert [p.name for p in tmp_path.iterdir()] == ["aside"]
 
 
 def test_same_step_again_replaces(tmp_path: Path) -> None:
@@ -359,7 +355,7 @@ def save_until(moment, folder):
     writer.save(snapshot(1))
     for owner, name in [
         (os, "fsync"), (Path, "rename"), (Path, "replace"), (Path, "symlink_to"), (Path, "mkdir"),
-        (Path, "write_text"), (torch, "save"), (checkpoint, "_write_weights"),
+        (Path, "write_text"), (torch, "save"), (checkpoint, "write_weights"),
         (checkpoint, "_write_config"), (checkpoint.shutil, "rmtree"), (os, "unlink"),
     ]:
         setattr(owner, name, deadly(getattr(owner, name)))
@@ -438,14 +434,14 @@ def test_every_damage_is_detected(tmp_path: Path) -> None:
             verify(path)
         file.write_bytes(original)
     # Bits all over the manifest, which nothing else vouches for.
-    manifest = path / "manifest.json"
-    for index in range(0, len(originals[manifest]) * 8, 11):
-        content = bytearray(originals[manifest])
+    file = path / "manifest.json"
+    for index in range(0, len(originals[file]) * 8, 11):
+        content = bytearray(originals[file])
         content[index // 8] ^= 1 << index % 8
-        manifest.write_bytes(content)
+        file.write_bytes(content)
         with pytest.raises(ValueError, match=r"damaged|version"):
             verify(path)
-    manifest.write_bytes(originals[manifest])
+    file.write_bytes(originals[file])
     verify(path)
 
 
@@ -477,10 +473,10 @@ def test_hostile_pickle_is_refused(tmp_path: Path) -> None:
     write(tmp_path, snapshot(1))
     path = tmp_path / "step-00000001"
     torch.save(Hostile(), path / "state.pt")
-    manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["sha256"]
-    manifest["files"]["state.pt"] = checkpoint._seal(path / "state.pt")
-    (path / "manifest.json").write_text(checkpoint._manifest_text(manifest))
+    facts = json.loads((path / "manifest.json").read_text())
+    del facts["sha256"]
+    facts["files"]["state.pt"] = checkpoint.seal(path / "state.pt")
+    (path / "manifest.json").write_text(checkpoint.manifest_text(facts))
     verify(path)
     with pytest.raises(ValueError, match="cannot be read as tensors and plain values"):
         read_state(path)
@@ -490,10 +486,10 @@ def test_hostile_pickle_is_refused(tmp_path: Path) -> None:
 def test_another_format_version(tmp_path: Path) -> None:
     write(tmp_path, snapshot(1))
     file = tmp_path / "step-00000001" / "manifest.json"
-    manifest = json.loads(file.read_text())
-    del manifest["sha256"]
-    manifest["format_version"] = 99
-    file.write_text(checkpoint._manifest_text(manifest))
+    facts = json.loads(file.read_text())
+    del facts["sha256"]
+    facts["format_version"] = 99
+    file.write_text(checkpoint.manifest_text(facts))
     with pytest.raises(ValueError, match="format version 99, this trainer reads 1"):
         verify(file.parent)
 
@@ -513,8 +509,8 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous
         writer.close()
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_fsync", full)
-        with pytest.raises(OSError, match=r"step 2 was not written .*No space left"):
+        patch.setattr(manifest, "fsync", full)
+        with pytest.raises(OSError, match=r"checkpoint of step 2 to .* failed .*No space left"):
             save_and_wait()
     assert writer.last == tmp_path / "step-00000001"
     verify(tmp_path / "step-00000001")
@@ -531,7 +527,7 @@ def test_error_of_the_thread_comes_up_once(tmp_path: Path) -> None:
     writer.save(snapshot(1))
     assert writer._pending is not None
     writer._pending.exception(timeout=10)
-    with pytest.raises(OSError, match="step 1 was not written"):
+    with pytest.raises(OSError, match=r"checkpoint of step 1 to .* failed"):
         writer.finished()
     assert writer.finished() == []
     writer.close()

@@ -110,9 +110,9 @@ def test_a_config_gets_every_option_typed_and_the_defaults(folder: str) -> None:
 
 
 def test_callbacks_are_added_switched_off_and_left_out(folder: str) -> None:
-    stopping = "+callbacks.stopping={_target_: trainer.callbacks.EarlyStopping, monitor: val/loss}"
-    cfg = composed(folder, stopping, "callbacks.progress=null", "~logger.tensorboard")
-    assert list(cfg.callbacks) == ["learning_rate", "throughput", "progress", "stopping"]
+    adding = ["+callbacks=early_stopping", "+callbacks.mine={_target_: my.Callback}"]
+    cfg = composed(folder, *adding, "callbacks.progress=null", "~logger.tensorboard")
+    assert [*cfg.callbacks][2:] == ["progress", "early_stopping", "mine"]
     assert cfg.callbacks.progress is None
     assert list(cfg.logger) == ["jsonl"]
     assert set(composed(folder, "+callbacks=none").callbacks.values()) == {None}

@@ -174,10 +174,9 @@ def test_exception_that_cannot_load_becomes_a_rank_error():
 def test_broken_link_is_no_cause():
     gloo = RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:1")
     assert follows_from_another(gloo)
-    try:
+    with pytest.raises(ValueError, match="mine") as wrapped:
         raise ValueError("mine") from gloo
-    except ValueError as error:
-        assert follows_from_another(error)
+    assert follows_from_another(wrapped.value)
     assert not follows_from_another(RuntimeError("shapes differ"))
 
 

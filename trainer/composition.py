@@ -57,6 +57,8 @@ def register_configs(typed: bool = True) -> None:
     for group, nodes in groups.items():
         store(group=group, name="default", node=nodes)
         store(group=group, name="none", node=dict.fromkeys(nodes))
+    early_stopping = {"_target_": "trainer.callbacks.EarlyStopping", "monitor": "val/loss"}
+    store(group="callbacks", name="early_stopping", node={"early_stopping": early_stopping})
     app = {
         "defaults": [{"override /hydra/job_logging": "stdout"}, "_self_"],
         **DEFAULTS,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -143,14 +144,15 @@ def run_once_per_machine(fn: Callable[[], object], timeout_s: float) -> None:
         finally:
             store.set(machine, pickle.dumps(failure))  # type: ignore[arg-type]
     machines = [str(n) for n in range(int(os.environ.get("GROUP_WORLD_SIZE", "1")))]
-    try:
-        store.wait(machines, timedelta(seconds=timeout_s))
-    except dist.DistStoreError as error:
-        late = [name for name in machines if not store.check([name])]
-        raise TimeoutError(
-            f"machine {', '.join(late)} was not done after {timeout_s:g} s with work that runs "
-            "once per machine"
-        ) from error
+    deadline = time.monotonic() + timeout_s
+    while not store.check(machines):
+        if time.monotonic() > deadline:
+            late = ", ".join(name for name in machines if not store.check([name]))
+            raise TimeoutError(
+                f"machine {late} was not done after {timeout_s:g} s with work that runs once per "
+                "machine"
+            )
+        time.sleep(0.05)
     for name in machines:
         failure_there: Failure | None = pickle.loads(store.get(name))
         if failure_there is not None:

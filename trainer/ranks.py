@@ -106,7 +106,8 @@ def start_method() -> tuple[str, str]:
         return "fresh", "this is a daemonic process"
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return "fresh", "CUDA is in use in this process"
-    if torch.backends.cuda.is_built() and not _survives_fork():
+    cuda_built = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+    if cuda_built and not _survives_fork():
         return "fresh", "this process has asked CUDA for its devices"
     return "fork", ""
 

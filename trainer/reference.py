@@ -33,7 +33,8 @@ test: true
 | `task`, `data` | required, `null` | what is trained and on what: nodes with a `_target_` |
 | `trainer` | | the options below |
 | `callbacks`, `logger` | the default ones | name -> node with a `_target_`. `null` as a node \
-switches one off (`callbacks.progress=null`), `+callbacks=none` all of them |
+switches one off (`callbacks.progress=null`), `+callbacks=none` all of them; \
+`+callbacks=early_stopping` adds one |
 | `mode` | `fit` | `fit`, `validate`, `test` or `predict` |
 | `test` | `false` | after fit, test the best weights |
 | `ckpt_path` | `null` | the weights to validate, test or predict with: `best`, `last` (of \

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer import checkpoint, distributed
+from trainer import distributed, manifest
 from trainer.callbacks import Run
-from trainer.checkpoint import CheckpointWriter, Snapshot
+from trainer.checkpoint import CheckpointWriter, Snapshot, read_state
 from trainer.evaluation import share_buffers
 from trainer.session import Session
 
@@ -58,7 +58,7 @@ class Saver:
         path, state = None, None
         if distributed.rank() == 0 and self._config.resume is not None:
             path = self._find(self._config.resume)
-            state = None if path is None else checkpoint.read_state(path)
+            state = None if path is None else read_state(path)
         state = distributed.broadcast_object(state)
         if state is None:
             return
@@ -70,7 +70,7 @@ class Saver:
     def open(self) -> None:
         """Get ready to write; checkpoints beyond the current step are set aside."""
         if distributed.rank() == 0 and not self._config.fast_dev_run:
-            folder = self._view.run_dir / checkpoint.FOLDER
+            folder = self._view.run_dir / manifest.FOLDER
             self._writer = CheckpointWriter(folder, self._config.checkpoint, self._view.step)
 
     def save(self) -> None:
@@ -110,9 +110,9 @@ class Saver:
 
     def _find(self, resume: str) -> Path | None:
         if resume != "auto":
-            path: Path | None = checkpoint.find(self._view.run_dir, resume)
+            path: Path | None = manifest.find(self._view.run_dir, resume)
         else:
-            path = checkpoint.newest_valid(self._view.run_dir)
+            path = manifest.newest_valid(self._view.run_dir)
         print(f"resuming from {path or 'nothing: there is no checkpoint yet'}", flush=True)
         return path
 

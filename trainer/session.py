@@ -5,18 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainer import checkpoint, distributed, metrics
+from trainer import distributed, metrics
 from trainer.batches import evaluation_batches, train_batches
 from trainer.callbacks import Run
 from trainer.config import DEFAULT_GLOBAL_BATCH_SIZE, TrainerConfig
 from trainer.data import DataModule, evaluation_sets, prepare
 from trainer.evaluation import EvaluationSet, evaluate, predict
 from trainer.loading import Batches, LoaderOptions, Source, open_source
+from trainer.manifest import find
 from trainer.plan import GlobalBatchPlan
 from trainer.precision import Precision
 from trainer.state import TrainState
 from trainer.strategies import DDPStrategy, Strategy
 from trainer.task import RunFacts, TaskModule
+from trainer.weights import load_weights
 
 
 class Session:
@@ -177,7 +179,7 @@ class Session:
         """Load a checkpoint's weights on rank 0 and share them with every rank."""
         if distributed.rank() == 0:
             assert which is not None
-            checkpoint.load_weights(self.task, checkpoint.find(run_dir, which))
+            load_weights(self.task, find(run_dir, which))
         for tensor in (*self.task.parameters(), *self.task.buffers()):
             distributed.broadcast_tensor(tensor.data)
 

@@ -68,7 +68,7 @@ def test_speed_and_time_left(
     bar.close()
     assert bar._line() == "epoch 1/2  step 40/100"
     now, run._state.step, run._state.samples = 1002.0, 60, 6000
-    assert bar._line() == "epoch 1/2  step 60/100  1,000 samples/s  0:00:04 left"
+    assert bar._line() == "epoch 2/2  step 60/100  1,000 samples/s  0:00:04 left"
     now = 1010.0
     bar.on_validation_end(run, {"val/loss": 0.123456, "val/accuracy": 0.99})
     now, run._state.epoch, run._state.step, run._state.samples = 1011.0, 1, 80, 8000

@@ -42,8 +42,8 @@ class Program:
                 return
         raise AssertionError(f"never ready: {self.process.stderr.read()}")
 
-    def end(self, within):
-        """Wait for the program and check that nothing is left; return (code, stdout, stderr)."""
+    def end(self, within, files=0):
+        """Wait for the program and check what is left; return (code, stdout, stderr)."""
         try:
             stdout, stderr = self.process.communicate(timeout=within)
         except subprocess.TimeoutExpired:
@@ -54,7 +54,7 @@ class Program:
             raise AssertionError(f"ran over {within} s: {stdout}\n{stderr}") from None
         eventually(lambda: not self.processes(), "processes are left")
         eventually(lambda: not set(os.listdir("/dev/shm")) - self.shm, "shared memory is left")
-        eventually(lambda: not self.files(), "files are left")
+        eventually(lambda: len(self.files()) <= files, "files are left")
         return self.process.returncode, stdout, stderr
 
     def files(self):
@@ -151,7 +151,8 @@ def test_nothing_survives_a_killed_caller(tmp_path, method):
     program = scenario("wait", tmp_path, method)
     program.wait_until_ready()
     program.process.kill()
-    assert program.end(within=5)[0] == -signal.SIGKILL
+    # Nobody is left to remove the ranks' folder.
+    assert program.end(within=5, files=1)[0] == -signal.SIGKILL
 
 
 def test_ranks_of_a_busy_parent_do_not_hang(tmp_path):
@@ -224,7 +225,8 @@ def test_notebook(tmp_path, method):
             def job(self, fails):
                 if fails and distributed.rank() == 1:
                     raise CellError("from a cell")
-                print("hello from rank", distributed.rank())
+                if distributed.rank() == 0:
+                    print("hello from rank", distributed.rank())
                 distributed.barrier()
                 return self
 
@@ -245,7 +247,7 @@ notebook = v4.new_notebook(cells=cells)
 nbclient.NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
 for cell in notebook.cells:
     for output in cell.outputs:
-        print(output.get("text", output))
+        print(output.get("text", output), end="")
 """
     environment = {"IPYTHONDIR": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path)}
     code, stdout, stderr = Program([sys.executable, "-c", program], tmp_path, **environment).end(
@@ -258,13 +260,14 @@ for cell in notebook.cells:
 
 
 def torchrun(name, folder):
+    """Run a scenario under torchrun, which leaves a folder of logs."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(SCRIPT), name]
     return Program(command, folder)
 
 
 def test_torchruns_ranks_are_used_as_they_are(tmp_path):
-    code, stdout, stderr = torchrun("under_launcher", tmp_path).end(within=90)
+    code, stdout, stderr = torchrun("under_launcher", tmp_path).end(within=90, files=1)
     assert code == 0, stderr
     assert "RANK 0 IS RIGHT" in stdout
     assert "RANK 1 IS RIGHT" in stdout
@@ -273,7 +276,7 @@ def test_torchruns_ranks_are_used_as_they_are(tmp_path):
 
 
 def test_failing_rank_under_torchrun_is_shown_once(tmp_path):
-    code, _, stderr = torchrun("fail_under_launcher", tmp_path).end(within=90)
+    code, _, stderr = torchrun("fail_under_launcher", tmp_path).end(within=90, files=1)
     assert code == 1
     assert stderr.count("rank 1, step 12:") == 1
     assert stderr.count("OwnError: rank one is unwell") == 1

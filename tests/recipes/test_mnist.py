@@ -46,7 +46,7 @@ def short_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     run_dir = tmp_path_factory.mktemp("mnist") / "run"
     done = recipe(
         "trainer.devices=2",
-        "trainer.max_steps=150",
+        "trainer.max_steps=100",
         "trainer.limit_val_batches=10",
         f"trainer.run_dir={run_dir}",
     )
@@ -125,12 +125,12 @@ def test_the_task_trains_without_a_trainer(data: MnistData) -> None:
     assert (task.predict(batch) == batch[1]).float().mean() > 0.9
 
 
-def test_150_steps_on_two_ranks_recognise_most_digits(short_run: tuple[Path, str]) -> None:
+def test_100_steps_on_two_ranks_recognise_most_digits(short_run: tuple[Path, str]) -> None:
     run_dir, _ = short_run
     last = events(run_dir)[-1]
-    assert last["step"] == 150
-    assert last["samples"] == 150 * 128
-    assert last["test/accuracy"] >= 0.95
+    assert last["step"] == 100
+    assert last["samples"] == 100 * 128
+    assert last["test/accuracy"] >= 0.94
 
 
 def test_the_schedule_spans_the_run(short_run: tuple[Path, str]) -> None:

@@ -1,0 +1,1 @@
+"""Lets test modules in any folder below import ``support``."""

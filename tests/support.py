@@ -1,0 +1,141 @@
+"""What many tests share: tiny tasks, fits on real ranks, and the same training written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from trainer import FitResult, TaskModule, Trainer, WeightedLoss, distributed
+from trainer.config import TrainerConfig
+from trainer.launcher import launch
+
+Optimizers = Callable[[Iterable[nn.Parameter]], Any]
+
+
+def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.02)
+
+
+class Regression(TaskModule):
+    """A two-layer net in float64, always with the same initial weights; batches are ``(x, y)``."""
+
+    def __init__(self, optimizer: Optimizers = sgd) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        self.optimizer = optimizer
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+
+    def forward(self, batch: Any) -> Tensor:
+        result: Tensor = self.net(batch[0]).squeeze(1)
+        return result
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        return nn.functional.mse_loss(outputs, batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters())
+
+
+class TokenRegression(Regression):
+    """Weighs its samples: batches are ``(x, y, weight)``, and the loss is a `WeightedLoss`."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        errors = (outputs - batch[1]) ** 2
+        return WeightedLoss((errors * batch[2]).sum(), batch[2].sum())
+
+
+def samples(count: int, seed: int = 0) -> TensorDataset:
+    """``count`` samples ``(x, y)`` in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 3, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, x.sum(dim=1).sin() + torch.arange(count) / 10)
+
+
+def weighted_samples(weights: Sequence[float]) -> TensorDataset:
+    """Samples ``(x, y, weight)``, one per weight."""
+    x, y = samples(len(weights)).tensors
+    return TensorDataset(x, y, torch.tensor(weights, dtype=torch.float64))
+
+
+def fit(task: TaskModule, run_dir: Path, *, train: Any, **options: Any) -> FitResult:
+    """Fit without callbacks, loggers and shuffling; in a rank, on the ranks that are there."""
+    data = {name: options.pop(name) for name in ("val", "test", "test_best") if name in options}
+    quiet: dict[str, Any] = {"callbacks": [], "logger": [], "shuffle": False}
+    return Trainer(
+        **{**quiet, "accelerator": "cpu", "timeout_s": 30, "run_dir": str(run_dir), **options}
+    ).fit(task, train=train, **data)
+
+
+def fit_on(world_size: int, task: TaskModule, run_dir: Path, **options: Any) -> FitResult:
+    """Fit on ``world_size`` ranks; ``task`` has the weights afterwards."""
+    return fit(task, run_dir, devices=world_size, **options)
+
+
+def on_ranks(world_size: int, job: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run ``job(*args)`` on real ranks and return what each of them returned, in rank order.
+
+    A `fit` inside ``job`` trains on these ranks: many of them share one launch.
+    """
+    config = TrainerConfig(devices=world_size, accelerator="cpu", timeout_s=30)
+    found: list[Any] = launch(lambda: distributed.all_gather_object(job(*args)), config=config)
+    return found
+
+
+def train_by_hand(
+    task: TaskModule,
+    dataset: Dataset[Any],
+    *,
+    global_batch_size: int,
+    epochs: int = 1,
+    clip: float | None = None,
+) -> None:
+    """Train in dataset order by a plain loop on whole global batches."""
+    optimizer = task.configure_optimizers()
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    loader: Any = torch.utils.data.DataLoader(dataset, batch_size=global_batch_size)
+    for _ in range(epochs):
+        for batch in loader:
+            optimizer.zero_grad()
+            loss = task.loss(task(batch), batch)
+            if isinstance(loss, WeightedLoss):
+                loss = loss.total / loss.weight
+            loss.backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(task.parameters(), clip)
+            optimizer.step()
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    """A copy of the weights by name."""
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def assert_same(
+    found: nn.Module | dict[str, Tensor], expected: nn.Module | dict[str, Tensor]
+) -> None:
+    """Compare weights within the rounding of a differently ordered float64 sum."""
+    _compare(found, expected, rtol=1e-9, atol=1e-11)
+
+
+def assert_equal_bits(
+    found: nn.Module | dict[str, Tensor], expected: nn.Module | dict[str, Tensor]
+) -> None:
+    """Compare weights to the last bit."""
+    _compare(found, expected, rtol=0, atol=0)
+
+
+def _compare(found: Any, expected: Any, **tolerance: float) -> None:
+    found, expected = (weights(w) if isinstance(w, nn.Module) else w for w in (found, expected))
+    torch.testing.assert_close(found, expected, **tolerance)
