@@ -7,14 +7,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from trainer import DataModule, TaskModule, cli
+from trainer import DataModule, TaskModule, cli, load_task
 from trainer.composition import check_command_line, check_config, register_configs
 from trainer.config import TrainerConfig
 
@@ -217,6 +217,7 @@ def cfg(folder: str, tmp_path: Path) -> DictConfig:
 def test_fit_gives_the_result_or_the_optimized_metric(cfg: DictConfig, tmp_path: Path) -> None:
     result = cli.run(cfg)
     assert (result.step, result.epoch, result.run_dir) == (2, 2, tmp_path / "run")
+    assert isinstance(load_task(result.last_checkpoint), Line)  # its width was ${width}
     cfg.optimized_metric = "val/loss"
     assert cli.run(cfg) == result.metrics["val/loss"]
     assert "test/loss" not in result.metrics
@@ -246,6 +247,8 @@ def test_the_trainer_comes_first_and_gets_nodes(
     cfg: DictConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Fake:
+        run_config: ClassVar[dict[str, Any]] = {}
+
         def __init__(self, **options: Any) -> None:
             built.append("trainer")
             self.options = options

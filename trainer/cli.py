@@ -90,6 +90,8 @@ def run(cfg: DictConfig | dict[str, Any]) -> Any:
     trainer = Trainer(
         callbacks=_nodes(cfg, "callbacks"), logger=_nodes(cfg, "logger"), **options
     )  # before data and task: it seeds
+    plain: Any = OmegaConf.to_container(cfg, resolve=True)
+    trainer.run_config = {**plain, **trainer.run_config}  # what load_task builds a task from
     data = instantiate(cfg.get("data"), _convert_="all")
     task = instantiate(cfg.task, _convert_="all")
 

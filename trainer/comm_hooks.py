@@ -1,6 +1,6 @@
 """Gradient communication hooks by name: what DDP sends instead of plain float32 gradients."""
 
-from __future__ import annotations
+# Annotations are not postponed here: DDP compares those of a hook with the classes themselves.
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from torch.futures import Future
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
-Hook = Callable[[Any, GradBucket], "Future[torch.Tensor]"]
+Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
 
 
 def compress_hook(name: str, exact: torch.nn.Parameter) -> Hook:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from trainer import migration
 from trainer.config import TrainerConfig, option_fields
 from trainer.launcher import find_launcher
+from trainer.run_dir import slurm_run_dir
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -112,7 +113,7 @@ def check_config(cfg: DictConfig) -> dict[str, Any]:
         checked = TrainerConfig.from_options(options)
     except ValueError as mistake:
         raise ValueError(f"trainer: {mistake}") from None
-    if checked.resume == "auto" and checked.run_dir is None and _slurm_run_dir() is None:
+    if checked.resume == "auto" and checked.run_dir is None and slurm_run_dir() is None:
         raise ValueError(
             "resume=auto looks into run_dir, and every run without one gets a new, time-stamped "
             "folder; name it: trainer.run_dir=runs/my-run trainer.resume=auto"
@@ -286,22 +287,8 @@ def launched_rank(options: Mapping[str, Any]) -> int | None:
 
 
 def _hydra_run_dir(given: str | None) -> str:
-    return given or _slurm_run_dir() or time.strftime("outputs/%Y-%m-%d/%H-%M-%S")
+    return given or slurm_run_dir() or time.strftime("outputs/%Y-%m-%d/%H-%M-%S")
 
 
 def _hydra_dir(mode: str) -> str:
     return ".hydra" if mode == "fit" else f".hydra/{mode}"  # what trained a run stays readable
-
-
-def _slurm_run_dir() -> str | None:
-    job = os.environ.get("SLURM_JOB_ID")
-    return f"runs/{os.environ.get('SLURM_JOB_NAME', 'job')}-{job}" if job else None
-
-
-def _check_writable(folder: Path) -> None:
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        raise ValueError(
-            f"run_dir {folder} cannot be written: {there} is not a folder that allows it; set "
-            "trainer.run_dir=<a folder that does>"
-        )

@@ -82,11 +82,14 @@ def predict(
 
     With ``output_dir``, each rank writes ``predictions-<position of the first sample>.pt`` there
     for every micro-batch instead, and the folder is returned: file names in order are the
-    dataset's order.
+    dataset's order. The folder is made if it is not there.
 
     Raises:
-        ValueError: If the predictions of a batch cannot be told apart by sample.
+        ValueError: If the predictions of a batch cannot be told apart by sample, or if
+            ``output_dir`` cannot be made or holds predictions already.
     """
+    if output_dir is not None:
+        _make_output_dir(output_dir)
     share_buffers(task)
     mine: list[tuple[int, int, Any]] = []
     with evaluating(task, "predict", None):
@@ -129,7 +132,27 @@ def evaluating(task: TaskModule, split: str, logbook: Logbook | None) -> Iterato
 def share_buffers(task: nn.Module) -> None:
     """Overwrite every rank's buffers (BatchNorm statistics) with rank 0's."""
     for buffer in task.buffers():
-        distributed.broadcast_tensor(buffer)
+        # A collective takes contiguous tensors only, and a buffer may be a view of another.
+        shared = distributed.broadcast_tensor(buffer.contiguous())
+        if shared is not buffer:
+            buffer.copy_(shared)
+
+
+def _make_output_dir(folder: Path) -> None:
+    """Make the folder on every machine, before any rank writes into it."""
+    if distributed.rank() == 0 and folder.is_dir() and any(folder.glob("predictions-*.pt")):
+        raise ValueError(
+            f"output_dir {folder} holds predictions already, which would be mixed with the new "
+            "ones; give another folder or remove them"
+        )
+    distributed.barrier()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"output_dir {folder} cannot be made: {error.strerror}; give a folder that can be "
+            "written"
+        ) from error
 
 
 def join(parts: list[Any], sizes: list[int]) -> Any:

@@ -86,8 +86,6 @@ def find_launcher(choice: str, env: Mapping[str, str]) -> tuple[str, str]:
     Raises:
         ValueError: If a launcher is asked for that did not start this process.
     """
-    if dist.is_available() and dist.is_initialized() and choice != "self":
-        return "script", "a process group is up"
     if choice == "self":
         return "self", "launcher=self"
     if choice == "torchrun":
@@ -110,6 +108,8 @@ def find_launcher(choice: str, env: Mapping[str, str]) -> tuple[str, str]:
         return "torchrun", "TORCHELASTIC_RUN_ID is set"
     if _is_srun_task(env):
         return "slurm", f"srun started this process as task {env['SLURM_PROCID']}"
+    if distributed.is_initialized():
+        return "script", "it has set up a process group"
     return "self", "no launcher"
 
 
@@ -247,10 +247,10 @@ def _run_as_rank(
     """Run the job in a rank that somebody else started. The group stays up for the next call."""
     if launcher == "slurm":
         os.environ.update(slurm_env(os.environ))
-    if launcher != "script" and int(os.environ["WORLD_SIZE"]) > 1:
+    if distributed.is_initialized():
+        _check_group(kind)  # the script's own, or ours from the last call
+    elif int(os.environ["WORLD_SIZE"]) > 1:
         _join_group(kind, config.timeout_s)
-    elif launcher == "script":
-        _check_group(kind)
     if distributed.rank() == 0:
         print(
             f"launcher: {distributed.world_size()} processes, started by {launcher} ({reason}); "
@@ -280,9 +280,7 @@ def _explain(error: Exception, where: Callable[[], str]) -> None:
 
 
 def _join_group(kind: str, timeout_s: float) -> None:
-    """Join the launcher's group, once in the life of this process."""
-    if distributed.is_initialized():
-        return
+    """Join the launcher's group, for the rest of this process's life."""
     timeout = timedelta(seconds=timeout_s)
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     # Ranks that torchrun restarts meet an old store, with the addresses of their dead predecessors.

@@ -6,18 +6,21 @@ with indices are cut in ``batches.py``, iterable ones in ``streams.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
     Sampler,
     default_collate,
+    get_worker_info,
 )
 
 from trainer import distributed
@@ -62,10 +65,16 @@ class LoaderOptions:
 
 
 class Source(NamedTuple):
-    """A dataset or a user's DataLoader, taken apart."""
+    """A dataset or a user's DataLoader, taken apart.
+
+    Attributes:
+        dataset: Where the samples are.
+        collate: Makes a batch of a list of samples; of one item where the items are batches.
+        loader: The user's DataLoader, if one was given.
+    """
 
     dataset: Any
-    collate: Callable[[list[Any]], Any] | None
+    collate: Callable[[Any], Any]
     loader: DataLoader[Any] | None
 
     @property
@@ -74,12 +83,18 @@ class Source(NamedTuple):
         return isinstance(self.dataset, IterableDataset)
 
     @property
+    def yields_batches(self) -> bool:
+        """Whether the items of the stream are batches already."""
+        return self.is_stream and self.loader is not None and self.loader.batch_size is None
+
+    @property
     def batch_size(self) -> int | None:
         """The global batch size that a user's DataLoader defines, if it has a fixed one."""
         if self.loader is None:
             return None
-        batch_sampler: Any = self.loader.batch_sampler
-        return self.loader.batch_size or getattr(batch_sampler, "batch_size", None)
+        if isinstance(self.loader.batch_sampler, BatchSampler):
+            return self.loader.batch_sampler.batch_size
+        return None
 
 
 def open_source(data: Any, collate: Callable[[list[Any]], Any] | None, split: str) -> Source:
@@ -104,12 +119,9 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any] | None, split: st
                 "cannot be divided without loading it on every rank; give it batch_size or "
                 "batch_sampler, and let the dataset's __getitems__(indices) return ready batches"
             )
-        # With batch_size=None torch collates nothing: the stream's items are batches already.
-        collate_fn = loader.collate_fn if loader.batch_size or not is_stream else None
-        return Source(loader.dataset, collate_fn, loader)
-    if isinstance(data, IterableDataset):
-        return Source(data, collate or default_collate, None)
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return Source(loader.dataset, loader.collate_fn, loader)
+    is_indexed = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if isinstance(data, IterableDataset) or (is_indexed and not isinstance(data, Mapping | str)):
         return Source(data, collate or default_collate, None)
     raise ValueError(
         f"the {split} data is a {type(data).__name__}; it must be a Dataset (with __getitem__ and "
@@ -151,7 +163,6 @@ def data_loader(
             "num_workers": user.num_workers,
             "pin_memory": user.pin_memory or options.pin_memory,
             "timeout": user.timeout,
-            "worker_init_fn": user.worker_init_fn,
             "multiprocessing_context": user.multiprocessing_context,
             "prefetch_factor": user.prefetch_factor,
         }
@@ -163,10 +174,36 @@ def data_loader(
         sampler=sampler,
         collate_fn=_as_it_is,
         generator=generator,
+        worker_init_fn=_WorkerInit(None if user is None else user.worker_init_fn),
         # A stream starts anew in fresh workers: that is how set_epoch reaches them.
         persistent_workers=own["num_workers"] > 0 and sampler is not None,
         **own,
     )
+
+
+class _WorkerInit:
+    """Shows a loader worker's user code the user's dataset, not the one that wraps it.
+
+    Every worker reads the whole of a stream. A dataset or ``worker_init_fn`` that splits it by
+    ``get_worker_info()`` is therefore told that its worker is the only one: with a part of the
+    stream in each worker, positions would mean other samples in every one of them.
+    """
+
+    def __init__(self, user_init: Callable[[int], None] | None) -> None:
+        self._user_init = user_init
+
+    def __call__(self, worker_id: int) -> None:
+        info = cast(torch_worker.WorkerInfo, get_worker_info())
+        ours: Any = info.dataset
+        number, count = info.id, info.num_workers
+        if isinstance(ours, IterableDataset):
+            ours.place = (number, count)  # type: ignore[attr-defined]
+            number, count = 0, 1
+        torch_worker._worker_info = torch_worker.WorkerInfo(
+            id=number, num_workers=count, seed=info.seed, dataset=ours.source.dataset
+        )
+        if self._user_init is not None:
+            self._user_init(worker_id)
 
 
 def set_epoch(thing: Any, epoch: int) -> None:
@@ -178,18 +215,25 @@ def set_epoch(thing: Any, epoch: int) -> None:
             return
         seen.add(id(node))
         if isinstance(node, list | tuple):
-            # Of a long list of samples nothing is a sampler: a look at the first few tells.
-            for part in node[:64]:
+            parts: Any = node
+        elif isinstance(node, dict):
+            parts = list(node.values())
+        else:
+            if callable(getattr(node, "set_epoch", None)):
+                node.set_epoch(epoch)
+            parts = list(vars(node).values()) if hasattr(node, "__dict__") else []
+        # A look at the first few tells a long list of samples from one of datasets.
+        if len(parts) > 64 and not any(_has_epochs(part) for part in parts[:64]):
+            return
+        for part in parts:
+            if _has_epochs(part) or isinstance(part, list | tuple | dict):
                 visit(part)
-            return
-        if not isinstance(node, Sampler | Dataset) and not hasattr(node, "set_epoch"):
-            return
-        if callable(getattr(node, "set_epoch", None)):
-            node.set_epoch(epoch)
-        for part in vars(node).values() if hasattr(node, "__dict__") else ():
-            visit(part)
 
     visit(thing)
+
+
+def _has_epochs(thing: Any) -> bool:
+    return isinstance(thing, Sampler | Dataset) or hasattr(thing, "set_epoch")
 
 
 def _as_it_is(batch: Any) -> Any:

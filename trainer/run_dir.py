@@ -26,12 +26,18 @@ def choose_run_dir(config: TrainerConfig) -> Path:
     return shared
 
 
-def _choose(config: TrainerConfig) -> Path:
+def slurm_run_dir() -> str | None:
+    """Return the folder of the SLURM job that this process is part of, if there is one."""
     job = os.environ.get("SLURM_JOB_ID")
+    return f"runs/{os.environ.get('SLURM_JOB_NAME', 'job')}-{job}" if job else None
+
+
+def _choose(config: TrainerConfig) -> Path:
+    of_job = slurm_run_dir()
     if config.run_dir is not None:
         folder = Path(config.run_dir)
-    elif job is not None:
-        folder = Path("runs") / f"{os.environ.get('SLURM_JOB_NAME', 'job')}-{job}"
+    elif of_job is not None:
+        folder = Path(of_job)
     elif config.resume == "auto":
         raise ValueError(
             "resume=auto looks for checkpoints in run_dir, but run_dir is not set, so every run "

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -42,16 +43,39 @@ def detached(tree: Any) -> Any:
 def rows(tree: Any, size: int, start: int, stop: int) -> Any:
     """Cut samples ``start`` to ``stop`` out of a ready-made batch of ``size`` samples.
 
-    Tensors are cut along their first dimension and lists of anything else by entry, where they
-    have ``size`` of them.
+    Tensors and arrays with ``size`` rows are cut along their first dimension. A list or tuple of
+    ``size`` entries of one type is cut by entry, unless each of them has ``size`` rows itself.
+    What belongs to the whole batch (a number, a mask of another shape) stays as it is.
+
+    Raises:
+        ValueError: If there is something in the batch that cannot be cut.
     """
-    if isinstance(tree, list) and len(tree) == size and not isinstance(tree[0], torch.Tensor):
-        return tree[start:stop]
-    if isinstance(tree, dict):
+    if (start, stop) == (0, size):
+        return tree
+    if isinstance(tree, Mapping):
         return {key: rows(value, size, start, stop) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
+        is_record = hasattr(tree, "_fields")
+        if not is_record and len(tree) == size and len({type(part) for part in tree}) == 1:
+            if not all(_has_rows(part, size) for part in tree):
+                return tree[start:stop]
         parts = [rows(part, size, start, stop) for part in tree]
-        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
-    if isinstance(tree, torch.Tensor) and tree.dim() and tree.shape[0] == size:
-        return tree[start:stop]
-    return tree
+        return type(tree)(*parts) if is_record else type(tree)(parts)
+    if isinstance(tree, torch.Tensor | np.ndarray):
+        return tree[start:stop] if _has_rows(tree, size) else tree
+    if tree is None or isinstance(tree, int | float | str | bytes | np.generic):
+        return tree
+    raise ValueError(
+        f"a batch of {size} samples holds a {type(tree).__name__}, which cannot be cut for the "
+        "ranks; yield tensors, lists with one entry per sample, or tuples or dicts of these"
+    )
+
+
+def _has_rows(tree: Any, size: int) -> bool:
+    if isinstance(tree, torch.Tensor | np.ndarray):
+        return tree.ndim > 0 and tree.shape[0] == size
+    if isinstance(tree, Mapping):
+        return any(_has_rows(value, size) for value in tree.values())
+    return isinstance(tree, list | tuple) and (
+        len(tree) == size or any(_has_rows(part, size) for part in tree)
+    )

@@ -105,7 +105,7 @@ def load_task(path: str | os.PathLike[str], **overrides: Any) -> TaskModule:
             f"{path} cannot build its task: its {CONFIG} has no task._target_ (the run was started "
             "from Python, not from a config); construct the task and call load_weights(task, path)"
         )
-    task: TaskModule = instantiate(node, **overrides)
+    task: TaskModule = instantiate(node, _convert_="all", **overrides)
     load_weights(task, path)
     return task
 

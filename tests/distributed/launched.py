@@ -65,19 +65,23 @@ def process_state():
     return dict(os.environ), os.getcwd(), torch.get_num_threads(), threading.active_count()
 
 
-def value():
-    first = run(facts, 2_000_000)
-    before = process_state()
-    second = run(facts, 3)
-    assert process_state() == before
-    assert type(first) is Outcome
-    assert (first.rank, first.world_size) == (0, 2)
-    assert first.weights.shape == (2_000_000,)
-    assert first.weights.eq(3).all()
-    assert second.weights.tolist() == [3.0, 3.0, 3.0]
+def values():
+    for method in ("fork", "fresh"):
+        os.environ["TRAINER_START_METHOD"] = method
+        first = run(facts, 2_000_000)
+        assert type(first) is Outcome
+        assert (first.rank, first.world_size) == (0, 2)
+        assert first.weights.shape == (2_000_000,)
+        assert first.weights.eq(3).all()
+        before = process_state()
+        assert run(facts, 3).weights.tolist() == [3.0, 3.0, 3.0]
+        assert process_state() == before
     assert not in_child()
     assert not dist.is_initialized()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    del os.environ["TRAINER_START_METHOD"]
+    torch.cuda.is_initialized = lambda: True
+    run(facts, 3)
     print("VALUES ARE RIGHT")
 
 
@@ -104,14 +108,16 @@ def uncaught():
 
 
 def caught():
-    with pytest.raises(OwnError, match="^rank one is unwell$") as own:
+    with pytest.raises(OwnError, match=r"^rank one is unwell$") as own:
         run(fail_on_rank_1, "own")
     assert "rank 1, step 12:\nTraceback" in str(own.value.__cause__)
-    with pytest.raises(RankError, match="^rank 1: OwnError: cannot travel$"):
+    with pytest.raises(RankError, match=r"^rank 1: OwnError: cannot travel$"):
         run(fail_on_rank_1, "unpicklable")
-    with pytest.raises(RankError, match="^rank 1 ended with exit code 9 before its work was done$"):
+    with pytest.raises(
+        RankError, match=r"^rank 1 ended with exit code 9 before its work was done$"
+    ):
         run(fail_on_rank_1, "die")
-    with pytest.raises(RankError, match="^rank 1 was killed by SIGKILL; if nobody did that by"):
+    with pytest.raises(RankError, match=r"^rank 1 was killed by SIGKILL; if nobody did that by"):
         run(fail_on_rank_1, "kill")
     with pytest.raises(SystemExit) as ended:
         run(fail_on_rank_1, "exit")
@@ -160,11 +166,6 @@ def busy_parent():
     print("NO HANG")
 
 
-def cuda_in_use():
-    torch.cuda.is_initialized = lambda: True
-    print(run(facts, 3).weights.tolist())
-
-
 def many():
     """Launch from eight threads at once."""
     results = {}
@@ -203,7 +204,7 @@ def once_per_machine():
     folder = os.environ["TMPDIR"] + "/../once"
     Path(folder).mkdir()
     run(once, folder, False, timeout_s=1)
-    with pytest.raises(OwnError, match="^no such data$") as failed:
+    with pytest.raises(OwnError, match=r"^no such data$") as failed:
         run(once, folder, True, timeout_s=1)
     assert "rank 0, step 12" in str(failed.value.__cause__)
     with pytest.raises(TimeoutError, match=r"machine 0 was not done after 0\.5 s"):

@@ -89,17 +89,23 @@ def scenario(name, folder, method="fork"):
 both = pytest.mark.parametrize("method", ["fork", "fresh"])
 
 
-@both
-def test_value_comes_back_from_two_launches_without_a_guard(tmp_path, method):
-    code, stdout, stderr = scenario("value", tmp_path, method).end(within=60)
+def test_values_come_back_from_launch_after_launch_without_a_guard(tmp_path):
+    code, stdout, stderr = scenario("values", tmp_path).end(within=90)
     assert (code, stderr) == (0, "")
     assert "VALUES ARE RIGHT" in stdout
-    assert stdout.count("launcher: 2 processes on this machine, started here") == 2
+    lines = [line for line in stdout.splitlines() if line.startswith("launcher: ")]
+    start, end = "launcher: 2 processes on this machine, started here (", "); gloo on cpu"
+    assert lines == [
+        *[f"{start}fork{end}"] * 2,
+        *[f"{start}fresh interpreters, because TRAINER_START_METHOD is set{end}"] * 2,
+        f"{start}fresh interpreters, because CUDA is in use in this process{end}",
+    ]
 
 
-@both
-def test_failing_rank_ends_the_run_and_is_shown_once(tmp_path, method):
-    code, _, stderr = scenario("uncaught", tmp_path, method).end(within=60)
+def test_failing_rank_ends_the_run_and_is_shown_once(tmp_path):
+    started = time.monotonic()
+    code, _, stderr = scenario("uncaught", tmp_path).end(within=60)
+    assert time.monotonic() - started < 30  # the others wait in a collective of five minutes
     assert code == 1
     assert stderr.count("rank 1, step 12:") == 1
     assert stderr.count("in fail_on_rank_1") == 1
@@ -122,8 +128,7 @@ def test_killed_rank_is_named(tmp_path):
     assert "Connection" not in stderr
 
 
-@both
-@pytest.mark.parametrize("whole_group", [True, False])
+@pytest.mark.parametrize(("method", "whole_group"), [("fork", True), ("fresh", False)])
 def test_ctrl_c_ends_the_ranks_and_interrupts_the_caller(tmp_path, method, whole_group):
     program = scenario("wait", tmp_path, method)
     program.wait_until_ready()
@@ -136,14 +141,13 @@ def test_ctrl_c_ends_the_ranks_and_interrupts_the_caller(tmp_path, method, whole
     assert stderr.rstrip().endswith("KeyboardInterrupt")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_terminated_caller_takes_the_ranks_with_it(tmp_path, number):
+def test_terminated_caller_takes_the_ranks_with_it(tmp_path):
     program = scenario("wait", tmp_path)
     program.wait_until_ready()
     for _ in range(3):
-        os.kill(program.process.pid, number)
+        os.kill(program.process.pid, signal.SIGTERM)
     code, _, stderr = program.end(within=5)
-    assert (code, stderr) == (-number, "")
+    assert (code, stderr) == (-signal.SIGTERM, "")  # a shell shows 143
 
 
 @both
@@ -161,14 +165,6 @@ def test_ranks_of_a_busy_parent_do_not_hang(tmp_path):
     assert "NO HANG" in stdout
 
 
-def test_parent_with_cuda_in_use_starts_fresh_interpreters(tmp_path):
-    program = Program([sys.executable, str(SCRIPT), "cuda_in_use"], tmp_path)
-    code, stdout, stderr = program.end(within=60)
-    assert (code, stderr) == (0, "")
-    assert "fresh interpreters, because CUDA is in use in this process" in stdout
-    assert "[3.0, 3.0, 3.0]" in stdout
-
-
 def test_eight_launches_at_once_from_threads(tmp_path):
     code, stdout, stderr = scenario("many", tmp_path).end(within=90)
     assert (code, stderr) == (0, "")
@@ -181,14 +177,14 @@ def test_work_once_per_machine_may_be_long_and_its_error_reaches_all(tmp_path):
     assert "ONCE" in stdout
 
 
-@both
-def test_program_run_as_a_module(tmp_path, method):
+def test_program_run_as_a_module(tmp_path):
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "helper.py").write_text("def total(values):\n    return sum(values)\n")
     (package / "main.py").write_text(
         textwrap.dedent("""
+            import os
             from trainer import distributed
             from trainer.config import TrainerConfig
             from trainer.launcher import launch
@@ -198,21 +194,22 @@ def test_program_run_as_a_module(tmp_path, method):
 
                 return helper.total(distributed.all_gather_object(distributed.rank() + 1))
 
-            print("total", launch(job, config=TrainerConfig(devices=2, accelerator="cpu")))
+            for method in ("fork", "fresh"):
+                os.environ["TRAINER_START_METHOD"] = method
+                print("total", launch(job, config=TrainerConfig(devices=2, accelerator="cpu")))
         """)
     )
     command = [sys.executable, "-m", "package.main"]
-    code, stdout, stderr = Program(command, tmp_path, TRAINER_START_METHOD=method).end(within=60)
+    code, stdout, stderr = Program(command, tmp_path).end(within=60)
     assert (code, stderr) == (0, "")
-    assert "total 3" in stdout
+    assert stdout.count("total 3") == 2
 
 
-@both
-def test_notebook(tmp_path, method):
-    """Classes defined in cells, a value and an error that come back, the kernel that goes on."""
+def test_notebook(tmp_path):
+    """Classes defined in cells, a value and an error that come back, a kernel that goes on."""
     cells = [
-        f"import os; os.environ['TRAINER_START_METHOD'] = {method!r}",
         """
+        import os
         import torch
         from trainer import distributed
         from trainer.config import TrainerConfig
@@ -226,20 +223,26 @@ def test_notebook(tmp_path, method):
                 if fails and distributed.rank() == 1:
                     raise CellError("from a cell")
                 if distributed.rank() == 0:
-                    print("hello from rank", distributed.rank())
+                    print("hello from a rank", flush=True)
                 distributed.barrier()
                 return self
 
         config = TrainerConfig(devices=2, accelerator="cpu")
-        """,
-        "assert type(launch(Task(2, 2).job, False, config=config)) is Task",
         """
-        try:
-            launch(Task(2, 2).job, True, config=config)
-        except CellError as error:
-            print("caught", error)
-        """,
     ]
+    for method in ("fork", "fresh"):
+        cells += [
+            f"""
+            os.environ["TRAINER_START_METHOD"] = {method!r}
+            assert type(launch(Task(2, 2).job, False, config=config)) is Task
+            """,
+            """
+            try:
+                launch(Task(2, 2).job, True, config=config)
+            except CellError as error:
+                print("caught", error)
+            """,
+        ]
     program = f"""
 import nbclient, nbformat.v4 as v4, textwrap
 cells = [v4.new_code_cell(textwrap.dedent(cell)) for cell in {cells!r}]
@@ -249,13 +252,12 @@ for cell in notebook.cells:
     for output in cell.outputs:
         print(output.get("text", output), end="")
 """
-    environment = {"IPYTHONDIR": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path)}
-    code, stdout, stderr = Program([sys.executable, "-c", program], tmp_path, **environment).end(
-        within=90
-    )
+    folders = {"IPYTHONDIR": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", program]
+    code, stdout, stderr = Program(command, tmp_path, **folders).end(within=90)
     assert code == 0, stderr
-    assert "hello from rank 0" in stdout
-    assert "caught from a cell" in stdout
+    assert stdout.count("hello from a rank") == 1, "a fresh interpreter has no cell to print to"
+    assert stdout.count("caught from a cell") == 2
     assert "warn" not in stdout.lower()
 
 
