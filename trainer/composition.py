@@ -292,3 +292,12 @@ def _hydra_run_dir(given: str | None) -> str:
 
 def _hydra_dir(mode: str) -> str:
     return ".hydra" if mode == "fit" else f".hydra/{mode}"  # what trained a run stays readable
+
+
+def _check_writable(folder: Path) -> None:
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise ValueError(
+            f"run_dir {folder} cannot be written: {there} is not a folder that allows it; set "
+            "trainer.run_dir=<a folder that does>"
+        )

@@ -6,17 +6,19 @@ needs no agreement on where the stream ends.
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+import random
+from collections.abc import Iterator
 from typing import Any, cast
 
+import numpy as np
 import torch
-import torch.utils.data._utils.worker as torch_worker
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset
 
 from trainer import distributed
 from trainer.loading import Batches, LoaderOptions, MicroBatch, Source, data_loader, set_epoch
-from trainer.plan import GlobalBatchPlan
+from trainer.plan import GlobalBatchPlan, stream_key
 from trainer.trees import rows
 
 
@@ -27,22 +29,32 @@ def stream_batches(
     *,
     drop_last: bool,
     limit: int | None,
+    in_order: bool = False,
 ) -> Batches:
-    """Return a rank's micro-batches of a stream; steps per epoch where it has a length."""
+    """Return a rank's micro-batches of a stream.
+
+    Args:
+        source: The stream.
+        plan: How a global batch is cut.
+        options: How to load.
+        drop_last: Whether a last, smaller global batch is left out.
+        limit: The most global batches.
+        in_order: Whether to cut by position even a stream that could shard itself.
+    """
     steps = None
-    if hasattr(source.dataset, "__len__") and plan.global_batch_size and source.collate is not None:
+    if hasattr(source.dataset, "__len__") and plan.global_batch_size and not source.yields_batches:
         steps = plan.steps_per_epoch(len(source.dataset), drop_last)
     if limit is not None:
         steps = limit if steps is None else min(steps, limit)
-    if _shards_itself(source.dataset) and source.collate is not None:
+    if not in_order and not source.yields_batches and _shards_itself(source.dataset):
         if distributed.rank() == 0:
             print(
                 f"{type(source.dataset).__name__} is asked for its shards (it has a shard method), "
                 "so the order of its samples depends on the world size"
             )
-        sharded = _ShardedStream(source, plan, options.count, drop_last, limit)
-        return ShardedStreamBatches(sharded, None, options, source.loader)
-    stream = _Stream(source, plan, options.count, drop_last, limit)
+        sharded = _ShardedStream(source, plan, options, drop_last, limit)
+        return ShardedStreamBatches(sharded, limit, options, source.loader)
+    stream = _Stream(source, plan, options, drop_last, limit)
     return StreamBatches(stream, steps, options, source.loader)
 
 
@@ -51,19 +63,27 @@ class StreamBatches(Batches):
 
     def __init__(
         self,
-        dataset: _Stream,
+        stream: _Stream,
         steps_per_epoch: int | None,
         options: LoaderOptions,
         loader: DataLoader[Any] | None,
     ) -> None:
         self.steps_per_epoch = steps_per_epoch
-        self._dataset = dataset
-        self._loader = data_loader(dataset, options, loader)
+        self._stream = stream
+        self._loader = data_loader(stream, options, loader)
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of one epoch, from global batch ``start_step`` on."""
-        set_epoch(self._dataset.source.dataset, epoch)
-        return itertools.chain.from_iterable(itertools.islice(self._loader, start_step, None))
+        self._stream.start(epoch)
+        for step, parts in enumerate(self._loader):
+            if step == self.steps_per_epoch:
+                dataset = self._stream.source.dataset
+                raise ValueError(
+                    f"{type(dataset).__name__} yields more samples than the {len(dataset)} that "
+                    "its len() says; correct its __len__ or leave it out"
+                )
+            if step >= start_step:
+                yield from parts
 
 
 class ShardedStreamBatches(StreamBatches):
@@ -74,14 +94,15 @@ class ShardedStreamBatches(StreamBatches):
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches until every rank's part has ended."""
-        set_epoch(self._dataset.source.dataset, epoch)
+        stream = self._stream
+        stream.start(epoch)
         parts = itertools.islice(self._loader, start_step, None)
         empty = MicroBatch(None, 0, 0, 0, 0, True)
-        while True:
+        for _ in itertools.islice(itertools.count(start_step), stream.limit):
             mine: list[MicroBatch] = next(parts, [])
             count = torch.tensor([sum(micro.num_samples for micro in mine)])
             global_size = int(distributed.all_reduce_sum(count))
-            if global_size == 0:
+            if global_size == 0 or (stream.drop_last and global_size < stream.global_batch_size):
                 return
             for micro in mine or [empty]:
                 yield micro._replace(global_size=global_size)
@@ -98,39 +119,56 @@ class _Stream(IterableDataset[list[MicroBatch]]):
         self,
         source: Source,
         plan: GlobalBatchPlan,
-        count: Callable[[Any], int],
+        options: LoaderOptions,
         drop_last: bool,
         limit: int | None,
     ) -> None:
         self.source = source
+        self.drop_last = drop_last
+        self.limit = limit
+        self.place = (0, 1)  # this loader worker's number, and how many there are
         self._plan = plan
-        self._count = count
-        self._drop_last = drop_last
-        self._limit = limit
+        self._options = options
+        self._pass = -1
         # Told now: a worker process has no process group to ask.
         self._rank = distributed.rank()
         self._world_size = distributed.world_size()
 
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per step, where the stream is one of samples."""
+        return cast(int, self._plan.global_batch_size)
+
+    def start(self, epoch: int) -> None:
+        """Get ready for one pass over the stream, before workers copy it."""
+        set_epoch(self.source.dataset, epoch)
+        # Evaluation calls every pass epoch 0.
+        self._pass = max(epoch, self._pass + 1)
+
     def __iter__(self) -> Iterator[list[MicroBatch]]:
-        worker, num_workers = _worker_place()
+        worker, num_workers = self.place
+        batches = self._global_batches()
         position = 0
-        for number, (batch, size) in enumerate(self._global_batches(self.source.dataset)):
+        for number in itertools.count():
+            if number == self.limit:
+                return
+            # Everyone who reads the stream has to draw the same: it may shuffle by chance.
+            _seed_generators(stream_key(self._options.seed, self._pass, number))
+            batch, size = next(batches, (None, 0))
+            if size == 0:
+                return
             if number % num_workers == worker:
                 yield self._cut(batch, size, position)
             position += size
 
-    def _global_batches(self, stream: Iterable[Any]) -> Iterator[tuple[Any, int]]:
-        items = iter(stream)
-        size = self._plan.global_batch_size
-        if self.source.collate is None:
-            batches = ((batch, self._count(batch)) for batch in items)
-        else:
-            assert size is not None
-            chunks = iter(lambda: list(itertools.islice(items, size)), [])
-            batches = (
-                (chunk, len(chunk)) for chunk in chunks if len(chunk) == size or not self._drop_last
-            )
-        return itertools.islice(batches, self._limit)
+    def _global_batches(self) -> Iterator[tuple[Any, int]]:
+        items = iter(self.source.dataset)
+        if self.source.yields_batches:
+            for batch in map(self.source.collate, items):
+                yield batch, self._options.count(batch)
+        while samples := list(itertools.islice(items, self.global_batch_size)):
+            if len(samples) == self.global_batch_size or not self.drop_last:
+                yield samples, len(samples)
 
     def _cut(self, batch: Any, size: int, position: int) -> list[MicroBatch]:
         cuts = self._plan.cut(size, self._rank, self._world_size)
@@ -149,7 +187,7 @@ class _Stream(IterableDataset[list[MicroBatch]]):
         ]
 
     def _part(self, batch: Any, size: int, start: int, stop: int) -> Any:
-        if self.source.collate is None:
+        if self.source.yields_batches:
             return rows(batch, size, start, stop)
         return self.source.collate(batch[start:stop])
 
@@ -158,26 +196,25 @@ class _ShardedStream(_Stream):
     """Reads this rank's own shard of a stream, an even share of the global batch at a time."""
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
-        worker, num_workers = _worker_place()
+        worker, num_workers = self.place
         shard = self.source.dataset.shard(
             rank=self._rank * num_workers + worker, world_size=self._world_size * num_workers
         )
-        size = cast(int, self._plan.global_batch_size)
+        size = self.global_batch_size
         begin, end = (size * r // self._world_size for r in (self._rank, self._rank + 1))
         micro = self._plan.micro(size, self._world_size)
-        first_index = self._rank * self._plan.accumulation_steps(size, self._world_size)
+        first_number = self._rank * self._plan.accumulation_steps(size, self._world_size)
         items = iter(shard)
         position = 0
         while chunk := list(itertools.islice(items, end - begin)):
             starts = range(0, len(chunk), micro)
             parts = [chunk[start : start + micro] for start in starts]
-            collate = cast(Callable[[list[Any]], Any], self.source.collate)
             yield [
                 MicroBatch(
-                    collate(part),
+                    self.source.collate(part),
                     len(part),
                     position + start,
-                    first_index + i,
+                    first_number + i,
                     0,
                     start == starts[-1],
                 )
@@ -186,19 +223,12 @@ class _ShardedStream(_Stream):
             position += len(chunk)
 
 
-def _worker_place() -> tuple[int, int]:
-    """This loader worker's number and how many there are; the user's dataset is then told nothing.
-
-    A dataset that splits itself by ``get_worker_info()`` would yield a part of the stream, and the
-    positions counted here would mean other samples in every worker.
-    """
-    info = get_worker_info()
-    if info is None:
-        return 0, 1
-    torch_worker._worker_info = None
-    return info.id, info.num_workers
+def _seed_generators(key: int) -> None:
+    random.seed(key)
+    np.random.seed(key % 2**32)
+    torch.default_generator.manual_seed(key)
 
 
 def _shards_itself(dataset: Any) -> bool:
-    code = getattr(getattr(dataset, "shard", None), "__code__", None)
-    return code is not None and {"rank", "world_size"} <= set(code.co_varnames[: code.co_argcount])
+    shard = getattr(dataset, "shard", None)
+    return callable(shard) and {"rank", "world_size"} <= set(inspect.signature(shard).parameters)
