@@ -2,7 +2,7 @@
 
     python -m recipes.mnist                                     # one process
     python -m recipes.mnist trainer.devices=4                   # four DDP processes, the same run
-    python -m recipes.mnist trainer.devices=4 trainer.global_batch_size=512 task.learning_rate=0.01
+    python -m recipes.mnist trainer.devices=4 trainer.global_batch_size=512 task.learning_rate=0.008
     torchrun --nproc-per-node=4 -m recipes.mnist                # torchrun starts the processes
     python -m recipes.mnist mode=test ckpt_path=outputs/<run>/checkpoints/best
 
@@ -98,21 +98,21 @@ class MnistTask(TaskModule):
     """Two convolutions and two linear layers, trained with AdamW on a one-cycle schedule."""
 
     def __init__(
-        self, learning_rate: float = 0.005, weight_decay: float = 0.01, dropout: float = 0.2
+        self, learning_rate: float = 0.004, weight_decay: float = 0.01, dropout: float = 0.25
     ) -> None:
         super().__init__()
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
         self.net = nn.Sequential(
-            nn.Conv2d(1, 10, kernel_size=5),
+            nn.Conv2d(1, 16, kernel_size=5),
             nn.MaxPool2d(2),
             nn.ReLU(),
-            nn.Conv2d(10, 20, kernel_size=5),
+            nn.Conv2d(16, 32, kernel_size=5),
             nn.MaxPool2d(2),
             nn.ReLU(),
             nn.Flatten(),
             nn.Dropout(dropout),
-            nn.Linear(20 * 4 * 4, 128),
+            nn.Linear(32 * 4 * 4, 128),
             nn.ReLU(),
             nn.Linear(128, 10),
         )

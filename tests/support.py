@@ -101,23 +101,31 @@ def train_by_hand(
     global_batch_size: int,
     epochs: int = 1,
     clip: float | None = None,
-) -> None:
-    """Train in dataset order by a plain loop on whole global batches."""
+) -> float:
+    """Train in dataset order by a plain loop on whole global batches.
+
+    Returns:
+        The mean loss of the last epoch.
+    """
     optimizer = task.configure_optimizers()
     assert isinstance(optimizer, torch.optim.Optimizer)
     loader: Any = torch.utils.data.DataLoader(dataset, batch_size=global_batch_size)
     for _ in range(epochs):
+        total = weight = 0.0
         for batch in loader:
             optimizer.zero_grad()
-            loss = task.loss(task(batch), batch)
+            loss, size = task.loss(task(batch), batch), len(batch[0])
             if isinstance(loss, WeightedLoss):
                 if loss.weight == 0:
                     continue
-                loss = loss.total / loss.weight
+                loss, size = loss.total / loss.weight, loss.weight
+            total += float(loss.detach() * size)
+            weight += float(size)
             loss.backward()
             if clip is not None:
                 nn.utils.clip_grad_norm_(task.parameters(), clip)
             optimizer.step()
+    return total / weight
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:

@@ -1,7 +1,10 @@
 """Which launcher is found, how many ranks there are, and what one rank alone does."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from trainer import distributed, launcher, ranks
 from trainer.config import TrainerConfig
@@ -118,6 +121,10 @@ def test_threads_per_rank(monkeypatch):
 def test_start_method(monkeypatch):
     monkeypatch.delenv("TRAINER_START_METHOD", raising=False)
     assert launcher.start_method() == ("fork", "")
+    with monkeypatch.context() as patch:
+        pool_worker = SimpleNamespace(daemon=True)
+        patch.setattr(ranks.multiprocessing, "current_process", lambda: pool_worker)
+        assert launcher.start_method() == ("fresh", "this is a daemonic process")
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     assert launcher.start_method() == ("fork", "")  # asks a child
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
@@ -145,6 +152,29 @@ def test_one_rank_runs_in_this_process(capsys):
     assert capsys.readouterr().out == "launcher: 1 process, this one; cpu\n" * 2
 
 
+def test_group_of_the_script_is_used(capsys):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        config = TrainerConfig(accelerator="cpu")
+        assert launch(distributed.all_gather_object, "mine", config=config) == ["mine"]
+        assert "started by script (it has set up a process group)" in capsys.readouterr().out
+        assert distributed.is_initialized()
+    finally:
+        distributed.teardown()
+
+
+def test_group_of_the_script_must_tell_the_machine(monkeypatch):
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo")
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    with pytest.raises(ValueError, match="LOCAL_RANK and LOCAL_WORLD_SIZE are not in the"):
+        launcher._check_group("cpu")
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+    with pytest.raises(ValueError, match="backends cuda:nccl; it needs one for CPU tensors"):
+        launcher._check_group("cuda")
+
+
 def test_exception_travels_with_its_traceback():
     def fail():
         raise KeyError("gone")
@@ -169,6 +199,13 @@ def test_exception_that_cannot_load_becomes_a_rank_error():
     error = Failure.of(TwoArgumentsError("a", 1), 0, "").error()
     assert type(error) is RankError
     assert str(error).endswith("TwoArgumentsError: a=1")
+
+
+def test_huge_exception_arrives_in_part():
+    error = Failure.of(ValueError(b"x" * 10_000_000), 0, "step 1").error()
+    assert type(error) is RankError
+    assert len(str(error)) < 2_000_000
+    assert str(error.__cause__).startswith('\n"""\nrank 0, step 1:')
 
 
 def test_broken_link_is_no_cause():

@@ -7,18 +7,27 @@ this rank's next micro-batch.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from trainer import distributed
-from trainer.loading import Batches, LoaderOptions, MicroBatch, Source, data_loader, set_epoch
+from trainer.loading import (
+    Batches,
+    LoaderOptions,
+    MicroBatch,
+    Source,
+    data_loader,
+    length,
+    set_epoch,
+)
 from trainer.plan import GlobalBatchPlan, ceil_div, epoch_order
 from trainer.streams import stream_batches
 
 # How many global batches of a user's sampler travel from rank 0 to the others at once.
-SHARED_BATCHES = 1024
+SHARED_BATCHES = 256
 
 
 def train_batches(
@@ -47,56 +56,46 @@ def train_batches(
     Raises:
         ValueError: If there is no training sample, or not one whole global batch to keep.
     """
+    global_batches: _GlobalBatches
     limit = min(limit or overfit, overfit) if overfit else limit
     if source.is_stream:
         if source.loader is not None:
             drop_last = source.loader.drop_last
         return stream_batches(source, plan, options, drop_last=drop_last, limit=limit)
-    num_samples = len(source.dataset)
+    num_samples = length(source.dataset)
     if num_samples == 0:
         raise ValueError(
             "the training set is empty: its length is 0; check the path or split it is built from"
         )
     if source.loader is not None:
-        batches, total = _user_batches(source, limit)
-        return IndexedBatches(source, plan, batches, total, options)
+        global_batches = _SampledBatches(source.loader, limit, repeats=overfit > 0)
+        return IndexedBatches(source, plan, global_batches, options)
 
-    ordered_by_user = indices is not None and not overfit
-    first: Sequence[int] | None = None
-    if indices is not None and ordered_by_user:
-        first = distributed.broadcast_object(indices(options.seed, 0) if _is_first() else [])
-        num_samples = len(first)
-    steps = plan.steps_per_epoch(num_samples, drop_last)
-    steps = steps if limit is None else min(steps, limit)
-    if steps == 0:
-        raise ValueError(
-            f"an epoch has no whole global batch: {num_samples} samples, global_batch_size="
-            f"{plan.global_batch_size} and drop_last=true; lower global_batch_size to at most "
-            f"{num_samples} or set drop_last=false"
-        )
     size = cast(int, plan.global_batch_size)
+    first: Sequence[int] = range(cast(int, num_samples))
 
     def order(epoch: int) -> Sequence[int]:
-        if indices is None or overfit:
-            return cast(
-                Sequence[int],
-                epoch_order(num_samples, options.seed, epoch, shuffle and not overfit).tolist(),
-            )
-        own = indices(options.seed, epoch) if _is_first() else []
-        shared = distributed.broadcast_object([int(i) for i in own])
-        if len(shared) != num_samples:
-            raise ValueError(
-                f"train_indices(seed, epoch={epoch}) returned {len(shared)} indices, but "
-                f"{num_samples} for epoch 0; every epoch must have the same length"
-            )
-        return shared
+        if overfit:
+            return first
+        if indices is not None:
+            own = [int(i) for i in indices(options.seed, epoch)] if _is_first() else []
+            return distributed.broadcast_object(own)
+        found: list[int] = epoch_order(len(first), options.seed, epoch, shuffle).tolist()
+        return found
 
-    def planned(epoch: int, start_step: int) -> Iterator[Sequence[int]]:
-        indices_of_epoch = order(epoch)
-        for step in range(start_step, steps):
-            yield indices_of_epoch[step * size : (step + 1) * size]
-
-    return IndexedBatches(source, plan, planned, steps, options)
+    if indices is not None and not overfit:
+        first = order(0)
+    steps = plan.steps_per_epoch(len(first), drop_last)
+    steps = steps if limit is None else min(steps, limit)
+    if steps == 0:
+        what = "train_indices(seed, epoch=0) returned" if indices else "the training set has"
+        raise ValueError(
+            f"an epoch has no global batch: {what} {len(first)} samples, with global_batch_size="
+            f"{size} and drop_last={drop_last}; lower global_batch_size to at most {len(first)}, "
+            "set drop_last=false, or give more samples"
+        )
+    global_batches = _PlannedBatches(order, len(first), size, steps)
+    return IndexedBatches(source, plan, global_batches, options)
 
 
 def evaluation_batches(
@@ -104,7 +103,8 @@ def evaluation_batches(
 ) -> Batches:
     """Return a rank's micro-batches of an evaluation set: over all ranks, each sample once.
 
-    Each rank gets a contiguous block, so that the blocks in rank order are the dataset's order.
+    Each rank gets a contiguous block, so that the blocks in rank order are the dataset's order. A
+    stream is cut by position, in its own order, also if it could shard itself.
 
     Args:
         source: The data.
@@ -112,13 +112,16 @@ def evaluation_batches(
         options: How to load.
         limit: The most global batches to evaluate.
     """
+    size = cast(int, plan.global_batch_size)
+    micro = plan.micro(size, distributed.world_size())
     if source.is_stream:
-        return stream_batches(source, plan, options, drop_last=False, limit=limit)
-    micro = plan.micro(plan.global_batch_size or 1, distributed.world_size())
+        # Larger micro-batches than an even share would leave ranks without work.
+        plan = GlobalBatchPlan(size, min(micro, ceil_div(size, distributed.world_size())))
+        return stream_batches(source, plan, options, drop_last=False, limit=limit, in_order=True)
     if source.loader is None:
         samples = len(source.dataset)
         if limit is not None:
-            samples = min(samples, limit * (plan.global_batch_size or 1))
+            samples = min(samples, limit * size)
         whole: list[Sequence[int]] = [range(samples)]
     else:
         # One pass of the user's sampler on rank 0: it may be unseeded.
@@ -154,8 +157,7 @@ class IndexedBatches(Batches):
         self,
         source: Source,
         plan: GlobalBatchPlan,
-        global_batches: Callable[[int, int], Iterable[Sequence[int]]],
-        steps_per_epoch: int | None,
+        global_batches: _GlobalBatches,
         options: LoaderOptions,
     ) -> None:
         """Set up the loader.
@@ -163,27 +165,32 @@ class IndexedBatches(Batches):
         Args:
             source: Where the samples are.
             plan: How a global batch is cut.
-            global_batches: Of an epoch and a first step, the indices of each global batch.
-            steps_per_epoch: How many global batches an epoch has, if known.
+            global_batches: The indices of each global batch.
             options: How to load.
         """
-        self.steps_per_epoch = steps_per_epoch
+        self.steps_per_epoch = global_batches.steps_per_epoch
         self._plan = plan
         self._global_batches = global_batches
         self._source = source
-        self._requests = _Requests(self._requests_of)
+        self._requests = _Requests()
         self._loader = data_loader(_Fetch(source), options, source.loader, sampler=self._requests)
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of one epoch, from global batch ``start_step`` on."""
         set_epoch(self._source.dataset, epoch)
-        self._requests.start(epoch, start_step)
-        return iter(self._loader)
-
-    def _requests_of(self, epoch: int, start_step: int) -> Iterator[Request]:
-        rank, world_size = distributed.rank(), distributed.world_size()
+        batches = self._global_batches.start(epoch, start_step)
         position = start_step * (self._plan.global_batch_size or 0)
-        for indices in self._global_batches(epoch, start_step):
+        self._requests.next_epoch = self._cut(batches, position, epoch)
+        for micro in self._loader:
+            yield micro
+            if micro.is_last:
+                self._global_batches.after_step()
+
+    def _cut(
+        self, batches: Iterator[Sequence[int]], position: int, epoch: int
+    ) -> Iterator[Request]:
+        rank, world_size = distributed.rank(), distributed.world_size()
+        for indices in batches:
             mine = self._plan.cut(len(indices), rank, world_size)
             if not mine:
                 yield Request((), position, 0, len(indices), True, epoch)
@@ -195,6 +202,125 @@ class IndexedBatches(Batches):
             position += len(indices)
 
 
+class _GlobalBatches:
+    """Which indices make up each global batch of an epoch; the same on every rank.
+
+    Only `start` and `after_step` may use collectives: every rank calls them at the same step. The
+    iterator runs ahead where there are loader workers, on each rank by as much as suits it.
+
+    Attributes:
+        steps_per_epoch: Global batches in an epoch; None if only the data's end tells.
+    """
+
+    steps_per_epoch: int | None
+
+    def start(self, epoch: int, start_step: int) -> Iterator[Sequence[int]]:
+        """Yield the indices of each global batch from ``start_step`` on."""
+        raise NotImplementedError
+
+    def after_step(self) -> None:
+        """Get ready for the next step."""
+
+
+class _PlannedBatches(_GlobalBatches):
+    """Equal parts of an epoch's order."""
+
+    def __init__(
+        self, order: Callable[[int], Sequence[int]], num_samples: int, size: int, steps: int
+    ) -> None:
+        self.steps_per_epoch = steps
+        self._order = order
+        self._num_samples = num_samples
+        self._size = size
+        self._steps = steps
+
+    def start(self, epoch: int, start_step: int) -> Iterator[Sequence[int]]:
+        indices = self._order(epoch)
+        if len(indices) != self._num_samples:
+            raise ValueError(
+                f"train_indices(seed, epoch={epoch}) returned {len(indices)} indices, but "
+                f"{self._num_samples} for epoch 0; every epoch must have the same length"
+            )
+        size = self._size
+        return (indices[i * size : (i + 1) * size] for i in range(start_step, self._steps))
+
+
+class _SampledBatches(_GlobalBatches):
+    """A user's DataLoader's index batches: drawn on rank 0, and shared a chunk at a time.
+
+    Two chunks are there at the start of an epoch and one is added whenever one has been used up,
+    so the loader never runs into the end of what is there.
+    """
+
+    def __init__(self, loader: DataLoader[Any], limit: int | None, repeats: bool) -> None:
+        """Look at the sampler's length.
+
+        Args:
+            loader: The user's.
+            limit: The most global batches in an epoch.
+            repeats: Whether every epoch has the batches of the first one.
+        """
+        self._loader = loader
+        self._limit = limit
+        self._repeats = repeats
+        self._kept: list[list[int]] | None = None
+        self._announced = length(loader.batch_sampler)
+        if self._announced == 0:
+            raise ValueError(
+                f"the training DataLoader yields no batch: {length(loader.dataset)} samples, "
+                f"batch_size={loader.batch_size}, drop_last={loader.drop_last}; lower batch_size "
+                "or keep the last batch"
+            )
+        known = [steps for steps in (self._announced, limit) if steps is not None]
+        self.steps_per_epoch = min(known, default=None)
+        self._chunk = max(SHARED_BATCHES, (loader.prefetch_factor or 0) * loader.num_workers)
+
+    def start(self, epoch: int, start_step: int) -> Iterator[Sequence[int]]:
+        drawn = self._draw(epoch) if _is_first() else iter(())
+        self._drawn = itertools.islice(drawn, start_step, self._limit)
+        self._ready: deque[list[int]] = deque()
+        self._ended = False
+        self._steps = 0
+        self._share()
+        self._share()
+        return self._take()
+
+    def after_step(self) -> None:
+        self._steps += 1
+        if self._steps % self._chunk == 0:
+            self._share()
+
+    def _share(self) -> None:
+        if self._ended:
+            return
+        chunk = distributed.broadcast_object(list(itertools.islice(self._drawn, self._chunk)))
+        self._ended = len(chunk) < self._chunk
+        self._ready.extend(chunk)
+
+    def _take(self) -> Iterator[Sequence[int]]:
+        while self._ready:
+            yield self._ready.popleft()
+        assert self._ended
+
+    def _draw(self, epoch: int) -> Iterator[list[int]]:
+        if not self._repeats:
+            yield from self._sampled(epoch)
+            return
+        if self._kept is None:
+            self._kept = list(itertools.islice(self._sampled(0), self._limit))
+        yield from self._kept
+
+    def _sampled(self, epoch: int) -> Iterator[list[int]]:
+        set_epoch(self._loader.batch_sampler, epoch)
+        for number, indices in enumerate(_sampler_batches(self._loader)):
+            if number == self._announced:
+                raise ValueError(
+                    f"the batch sampler of the training DataLoader yields more batches than the "
+                    f"{number} that its len() says; correct its __len__ or leave it out"
+                )
+            yield indices
+
+
 class _EvaluationBatches(Batches):
     def __init__(
         self,
@@ -204,40 +330,38 @@ class _EvaluationBatches(Batches):
         options: LoaderOptions,
     ) -> None:
         self.steps_per_epoch = None
-        self._requests = _Requests(
-            lambda epoch, _: (
-                Request(indices, position, number, num_samples, False, epoch)
-                for number, (position, indices) in enumerate(chunks)
-            )
-        )
+        self._chunks = chunks
+        self._num_samples = num_samples
+        self._requests = _Requests()
         self._loader = data_loader(_Fetch(source), options, source.loader, sampler=self._requests)
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[MicroBatch]:
-        self._requests.start(epoch, start_step)
+        self._requests.next_epoch = (
+            Request(indices, position, number, self._num_samples, False, epoch)
+            for number, (position, indices) in enumerate(self._chunks)
+        )
         return iter(self._loader)
 
 
 class _Requests(Sampler[Request]):
-    """The sampler of a rank's DataLoader: yields requests instead of indices."""
+    """The sampler of a rank's DataLoader: yields requests instead of indices.
 
-    def __init__(self, requests: Callable[[int, int], Iterator[Request]]) -> None:
-        self._make = requests
-        self._epoch = 0
-        self._start_step = 0
+    Attributes:
+        next_epoch: What the loader gets when it asks next.
+    """
 
-    def start(self, epoch: int, start_step: int) -> None:
-        self._epoch, self._start_step = epoch, start_step
+    next_epoch: Iterator[Request] = iter(())
 
     def __iter__(self) -> Iterator[Request]:
-        return self._make(self._epoch, self._start_step)
+        return self.next_epoch
 
 
 class _Fetch(Dataset[MicroBatch]):
     """Loads what a request asks for; runs in the rank's process or in a loader worker."""
 
     def __init__(self, source: Source) -> None:
+        self.source = source._replace(loader=None)  # workers need no copy of it
         self._dataset = source.dataset
-        self._collate = source.collate or default_collate
         self._epoch = 0
 
     def __getitem__(self, request: Request) -> MicroBatch:
@@ -245,16 +369,16 @@ class _Fetch(Dataset[MicroBatch]):
             # A worker that lives through several epochs has its own copy of the dataset.
             set_epoch(self._dataset, request.epoch)
             self._epoch = request.epoch
-        indices = request.indices
-        batch = self._load(indices) if len(indices) else None
+        indices = list(request.indices)
+        batch = self._load(indices) if indices else None
         return MicroBatch(batch, len(indices), *request[1:5])
 
-    def _load(self, indices: Sequence[int]) -> Any:
-        if hasattr(self._dataset, "__getitems__"):
+    def _load(self, indices: list[int]) -> Any:
+        if callable(getattr(self._dataset, "__getitems__", None)):
             samples = self._get_items(indices)
             # Anything but a list is a batch that is collated already.
-            return self._collate(samples) if isinstance(samples, list) else samples
-        return self._collate([self._get_item(index) for index in indices])
+            return self.source.collate(samples) if isinstance(samples, list) else samples
+        return self.source.collate([self._get_item(index) for index in indices])
 
     def _get_item(self, index: int) -> Any:
         try:
@@ -262,7 +386,7 @@ class _Fetch(Dataset[MicroBatch]):
         except Exception as error:
             raise _item_error(self._dataset, index, error) from error
 
-    def _get_items(self, indices: Sequence[int]) -> Any:
+    def _get_items(self, indices: list[int]) -> Any:
         try:
             return self._dataset.__getitems__(indices)
         except Exception as error:
@@ -274,42 +398,15 @@ class _Fetch(Dataset[MicroBatch]):
             name = type(self._dataset).__name__
             raise ValueError(
                 f"{name}.__getitems__ raised {type(error).__name__}: {error} for the indices "
-                f"{list(indices)}, though for none of them alone"
+                f"{indices}, though for none of them alone"
             ) from error
-
-
-def _user_batches(
-    source: Source, limit: int | None
-) -> tuple[Callable[[int, int], Iterator[Sequence[int]]], int | None]:
-    """Return a user's DataLoader's index batches as rank 0 draws them, and how many there are."""
-    loader = cast(DataLoader[Any], source.loader)
-
-    def shared(epoch: int, start_step: int) -> Iterator[Sequence[int]]:
-        set_epoch(loader.batch_sampler, epoch)
-        batches = _sampler_batches(loader) if _is_first() else iter(())
-        batches = itertools.islice(batches, start_step, limit)
-        while True:
-            chunk = distributed.broadcast_object(list(itertools.islice(batches, SHARED_BATCHES)))
-            yield from chunk
-            if len(chunk) < SHARED_BATCHES:
-                return
-
-    batch_sampler: Any = loader.batch_sampler
-    try:
-        total = len(batch_sampler)
-    except TypeError:  # Sampler defines no length of its own.
-        return shared, limit
-    if total == 0:
-        raise ValueError(
-            f"the training DataLoader yields no batch: {len(source.dataset)} samples, batch_size="
-            f"{loader.batch_size}, drop_last={loader.drop_last}; lower batch_size or keep the last"
-        )
-    return shared, total if limit is None else min(total, limit)
 
 
 def _sampler_batches(loader: DataLoader[Any]) -> Iterator[list[int]]:
     batch_sampler = cast(Iterable[Sequence[int]], loader.batch_sampler)
-    return ([int(i) for i in batch] for batch in batch_sampler)
+    # Plain numbers travel and print best; an index may also be a key of another kind.
+    batches = ([int(i) if hasattr(i, "__index__") else i for i in b] for b in batch_sampler)
+    return (batch for batch in batches if batch)
 
 
 def _is_first() -> bool:
@@ -319,9 +416,5 @@ def _is_first() -> bool:
 def _item_error(dataset: Any, index: int, error: Exception) -> ValueError:
     return ValueError(
         f"{type(dataset).__name__}[{index}] raised {type(error).__name__}: {error}; repair or "
-        f"leave out the sample with index {index} (the dataset has {_length(dataset)} samples)"
+        f"leave out the sample with index {index} (len() of the dataset: {length(dataset)})"
     )
-
-
-def _length(dataset: Any) -> str:
-    return str(len(dataset)) if hasattr(dataset, "__len__") else "an unknown number of"

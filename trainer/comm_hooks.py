@@ -29,26 +29,28 @@ def compress_hook(name: str, exact: torch.nn.Parameter) -> Hook:
 
     def hook(_: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         buffer: torch.Tensor = bucket.buffer()
+        world_size = dist.get_world_size()
         # Divide first: a sum over many ranks overflows fp16 sooner than a mean.
-        compressed = buffer.div(dist.get_world_size()).to(dtype)
-        exact_grads = [
-            grad
-            for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True)
-            if parameter is exact
-        ]
-        exact_means = [grad.div(dist.get_world_size()) for grad in exact_grads]
-        sent = [dist.all_reduce(tensor, async_op=True) for tensor in (compressed, *exact_means)]
+        compressed = buffer.div(world_size).to(dtype)
+        pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        exact_grad = next((grad for parameter, grad in pairs if parameter is exact), None)
+        if exact_grad is not None:
+            # Sent first: the backend takes work in order, so whoever waits for this one below
+            # cannot keep it from starting.
+            exact_mean = exact_grad.div(world_size)
+            exact_sent = dist.all_reduce(exact_mean, async_op=True)
+        sent = dist.all_reduce(compressed, async_op=True)
 
+        # Gloo calls this before it declares the work done, so it must not wait for `sent` itself.
         def decompress(_: Future[Any]) -> torch.Tensor:
-            for work in sent:
-                work.wait()
             buffer.copy_(compressed)
-            for grad, mean in zip(exact_grads, exact_means, strict=True):
-                grad.copy_(mean)
+            if exact_grad is not None:
+                exact_sent.wait()
+                exact_grad.copy_(exact_mean)
             return buffer
 
-        future: Future[Any] = sent[0].get_future()
+        future: Future[Any] = sent.get_future()
         return future.then(decompress)
 
-    hook.__name__ = f"{name}_compress_hook"
+    hook.__name__ = f"send_as_{name}"  # DDP refuses torch's own names on gloo
     return hook

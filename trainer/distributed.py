@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -74,8 +75,12 @@ def device(kind: str) -> torch.device:
     """Return the device of this rank, for ``kind`` as `accelerator` returned it."""
     if kind == "cpu":
         return torch.device("cpu")
+    return _cuda_device(local_rank())
+
+
+def _cuda_device(local_rank: int) -> torch.device:
     # A launcher may show each rank its own device only, which is then number 0.
-    return torch.device("cuda", local_rank() % torch.cuda.device_count())
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
 def backends(kind: str) -> str:
@@ -88,15 +93,18 @@ def setup(store: Store, rank: int, world_size: int, kind: str, timeout_s: float)
 
     Args:
         store: Where the ranks find each other.
-        rank: This process's number among all ranks; LOCAL_RANK and LOCAL_WORLD_SIZE are set in
-            the environment.
+        rank: This process's number among all ranks; the environment tells
+            LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK and GROUP_WORLD_SIZE, as torchrun sets them.
         world_size: The number of ranks.
         kind: ``"cpu"`` or ``"cuda"``.
         timeout_s: The longest that a collective may wait.
     """
+    if sys.platform == "linux" and os.environ.get("GROUP_WORLD_SIZE") == "1":
+        # The host's own name may lead to an address that does not answer.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     device_id = None
     if kind == "cuda":
-        device_id = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        device_id = _cuda_device(int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device_id)
     dist.init_process_group(
         backends(kind),

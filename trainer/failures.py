@@ -49,13 +49,13 @@ class Failure:
         first_frame = (
             error.__traceback__ and error.__traceback__.tb_next
         )  # without the caller's own
-        lines = traceback.format_exception(type(error), error, first_frame)
+        trace = "".join(traceback.format_exception(type(error), error, first_frame))
         place = f"rank {rank}, {where}" if where else f"rank {rank}"
         return cls(
             rank=rank,
             secondary=follows_from_another(error),
-            text=f"{place}:\n{''.join(lines)}",
-            message="".join(traceback.format_exception_only(type(error), error)).strip(),
+            text=f"{place}:\n{trace[-_LIMIT:]}",
+            message="".join(traceback.format_exception_only(type(error), error)).strip()[:_LIMIT],
             pickled=_pickle(error),
         )
 
@@ -99,6 +99,8 @@ def death_of(rank: int, exitcode: int) -> RankError:
     return RankError(f"rank {rank} was killed by {name}{hint}")
 
 
+_LIMIT = 1_000_000  # of each part: a store refuses values over 8 MiB, by closing the connection
+
 # What gloo and NCCL say when the other side is gone. A timeout counts too: the rank that reports
 # it waited for another.
 _LINK_BROKE = re.compile(r"gloo/transport|Connection (reset|closed) by peer|ncclRemoteError")
@@ -115,5 +117,5 @@ def _pickle(error: BaseException) -> bytes | None:
             pickle.loads(data)
         except Exception:
             continue
-        return data
+        return data if len(data) < _LIMIT else None
     return None

@@ -58,6 +58,9 @@ class Gradients:
 
         Returns:
             Whether the global batch has any weight; if not, there is nothing to step on.
+
+        Raises:
+            ValueError: If there is weight, but too little to be told from none.
         """
         extra = self._step_module.extra_weight.grad
         if extra is None:
@@ -68,6 +71,8 @@ class Gradients:
         if extra.device.type == "cpu" or not self._step_module.has_weight:
             ratio = float(true_over_planned)
             if ratio < NO_WEIGHT:
+                if self._step_module.has_weight:
+                    self._explain_small_weight()
                 return False
             if ratio == 1:
                 return True
@@ -86,6 +91,13 @@ class Gradients:
             parameter.grad = None
         self._step_module.extra_weight.grad = None
         self._step_module.has_weight = False
+
+    def _explain_small_weight(self) -> None:
+        raise ValueError(
+            f"the weights of the losses of a global batch add up to less than {NO_WEIGHT:g} per "
+            "sample, which is too small to be told from 0; multiply total and weight of every "
+            "WeightedLoss by the same number, so that a sample weighs about 1"
+        )
 
     def _explain_missing(self) -> None:
         frozen = [name for name, p in self._named if not p.requires_grad]

@@ -252,8 +252,11 @@ def _run_as_rank(
     elif int(os.environ["WORLD_SIZE"]) > 1:
         _join_group(kind, config.timeout_s)
     if distributed.rank() == 0:
+        count = distributed.world_size()
+        unused = config.devices not in (1, "auto", distributed.local_world_size())
         print(
-            f"launcher: {distributed.world_size()} processes, started by {launcher} ({reason}); "
+            f"launcher: {count} process{'es' if count > 1 else ''}, started by {launcher} ({reason}"
+            f"{f'; devices={config.devices} is not used' if unused else ''}); "
             f"{distributed.backends(kind)} on {kind}",
             flush=True,
         )
@@ -274,7 +277,11 @@ def _explain(error: Exception, where: Callable[[], str]) -> None:
     if not follows_from_another(error):
         print(f"{place}:", file=sys.stderr, flush=True)
         return
-    print(f"{place}: ends because another rank did ({error})", file=sys.stderr, flush=True)
+    print(
+        f"{place}: ends because another rank did ({str(error).splitlines()[0]})",
+        file=sys.stderr,
+        flush=True,
+    )
     time.sleep(ranks.LINGER_S)  # a launcher reports the rank that ends first
     raise SystemExit(1) from None
 

@@ -232,6 +232,14 @@ def set_epoch(thing: Any, epoch: int) -> None:
     visit(thing)
 
 
+def length(sized: Any) -> int | None:
+    """Return ``len(sized)``, or None where it has none."""
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None
+
+
 def _has_epochs(thing: Any) -> bool:
     return isinstance(thing, Sampler | Dataset) or hasattr(thing, "set_epoch")
 

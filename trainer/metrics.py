@@ -84,14 +84,30 @@ def _compute(name: str, metric: Any, parts: list[Metric], states: list[Any]) -> 
                 _load(part, state)
 
 
-def _metrics_in(metric: Any) -> list[Metric]:
-    """Every metric with states of its own, those inside collections and wrappers included."""
-    from torchmetrics import Metric, MetricCollection
+def _metrics_in(module: Any) -> list[Metric]:
+    """Every metric with states of its own, those inside collections and wrappers included.
 
-    if isinstance(metric, MetricCollection):
+    Raises:
+        ValueError: For a wrapper whose states depend on the order of the updates.
+    """
+    from torchmetrics import Metric, MetricCollection
+    from torchmetrics.wrappers.abstract import WrapperMetric
+
+    if isinstance(module, MetricCollection):
         # Reading the values makes the members of a compute group share their states.
-        return [part for member in metric.values() for part in _metrics_in(member)]
-    return [part for part in metric.modules() if isinstance(part, Metric)]
+        parts: Any = module.values()
+    else:
+        parts = list(module.children())
+    found = [metric for part in parts for metric in _metrics_in(part)]
+    if not isinstance(module, WrapperMetric):
+        return [module, *found] if isinstance(module, Metric) else found
+    # Wrappers leave states to what they wrap; ClasswiseWrapper shows those as if they were its own.
+    if module._defaults and not any(module._defaults is metric._defaults for metric in found):
+        raise ValueError(
+            f"build_metrics returned a {type(module).__name__}, which follows the order of its "
+            "updates; over several ranks there is no such order: use the metric without it"
+        )
+    return found
 
 
 def _state(metric: Metric) -> dict[str, Any] | None:

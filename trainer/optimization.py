@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainer.task import OptimizerSetup, TaskModule
 
@@ -93,20 +94,7 @@ def configure_optimizer(task: TaskModule) -> tuple[torch.optim.Optimizer, Schedu
             f"configure_optimizers returned a {type(found).__name__}; it must return a "
             "torch.optim.Optimizer or OptimizerSetup(optimizer, scheduler)"
         )
-    if setup.interval not in (None, *INTERVALS):
-        raise ValueError(
-            f"OptimizerSetup(interval={setup.interval!r}): it must be 'step' or 'epoch'"
-        )
-    follows_metric = isinstance(setup.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-    if follows_metric and setup.monitor is None:
-        raise ValueError(
-            "ReduceLROnPlateau needs a metric: give OptimizerSetup(..., monitor='val/loss')"
-        )
-    if setup.monitor is not None and not follows_metric and setup.scheduler is None:
-        raise ValueError(
-            f"OptimizerSetup(monitor={setup.monitor!r}) without a scheduler; leave monitor out or "
-            "give the scheduler that follows it"
-        )
+    _check_schedule(setup)
     own = {id(p) for p in task.parameters()}
     foreign = sum(id(p) not in own for g in setup.optimizer.param_groups for p in g["params"])
     if foreign:
@@ -116,3 +104,37 @@ def configure_optimizer(task: TaskModule) -> tuple[torch.optim.Optimizer, Schedu
             "the optimizer in configure_optimizers from self.parameters()"
         )
     return setup.optimizer, Schedule(setup)
+
+
+def _check_schedule(setup: OptimizerSetup) -> None:
+    scheduler, monitor = setup.scheduler, setup.monitor
+    if setup.interval not in (None, *INTERVALS):
+        raise ValueError(
+            f"OptimizerSetup(interval={setup.interval!r}): it must be 'step' or 'epoch'"
+        )
+    if scheduler is None:
+        if monitor is not None:
+            raise ValueError(
+                f"OptimizerSetup(monitor={monitor!r}) without a scheduler; leave monitor out or "
+                "give the scheduler that follows it"
+            )
+        return
+    if getattr(scheduler, "optimizer", setup.optimizer) is not setup.optimizer:
+        raise ValueError(
+            f"OptimizerSetup(...): the {type(scheduler).__name__} was built for another optimizer, "
+            "so it would change nothing; build it from the optimizer that is given with it"
+        )
+    if isinstance(scheduler, ReduceLROnPlateau) and monitor is None:
+        raise ValueError(
+            "ReduceLROnPlateau needs a metric: give OptimizerSetup(..., monitor='val/loss')"
+        )
+    if monitor is not None and type(scheduler).step is LRScheduler.step:
+        raise ValueError(
+            f"OptimizerSetup(monitor={monitor!r}): a {type(scheduler).__name__} follows no metric, "
+            "it counts steps or epochs; leave monitor out"
+        )
+    if monitor is not None and setup.interval is not None:
+        raise ValueError(
+            f"OptimizerSetup(interval={setup.interval!r}, monitor={monitor!r}): a scheduler that "
+            "follows a metric advances after each validation; leave interval out"
+        )

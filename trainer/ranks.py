@@ -5,9 +5,8 @@ them, and outlives them: the kernel kills a rank when the thread that started it
 survives this process. A fresh thread also has no OpenMP pool yet, so ranks that it forks can build
 their own, whatever the caller has computed before.
 
-The supervisor holds the store through which the ranks find each other and report their failures
-(on a port that the system chooses), and a private folder for what may be large: the work on its way
-to fresh interpreters, and rank 0's result.
+The supervisor holds the store through which the ranks find each other, on a port that the system
+chooses, and a private folder for what they leave for the caller: rank 0's result, their failures.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -47,7 +47,7 @@ is_rank = False
 LINGER_S = 1.0
 """How long a rank that lost its peers stays, so that the rank which really failed ends first."""
 
-_POLL_S = 0.02
+_POLL_S = 0.05
 _GRACE_S = 2  # between SIGTERM and SIGKILL, when the caller wants to stop
 _HOST = "127.0.0.1"
 _HEAVY_MODULES = (  # what every rank of a training run imports; torch._dynamo alone takes a second
@@ -242,7 +242,7 @@ class _Supervisor(threading.Thread):
                         return
                     time.sleep(_POLL_S)
                 if ended.is_failed():
-                    self.error = _first_failure(ended.failures.values(), store)
+                    self.error = _first_failure(ended.failures.values(), store, plan)
                 else:
                     self.result = torch.load(
                         _result_path(plan), map_location="cpu", weights_only=False
@@ -282,7 +282,7 @@ def _start(plan: Plan, method: str, work: Work, listener_fd: int) -> PContext:
 
 def _environment(plan: Plan, number: int) -> dict[str, str]:
     """Return the variables that torchrun would set too; users' code and libraries read them."""
-    variables = {
+    return {
         "RANK": str(number),
         "WORLD_SIZE": str(plan.world_size),
         "LOCAL_RANK": str(number),
@@ -292,18 +292,14 @@ def _environment(plan: Plan, number: int) -> dict[str, str]:
         "MASTER_ADDR": _HOST,
         "MASTER_PORT": str(plan.port),
     }
-    if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
-        variables["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name may lead to no usable address
-    return variables
 
 
-def _first_failure(ended: Iterable[ProcessFailure], store: Store) -> BaseException:
+def _first_failure(ended: Iterable[ProcessFailure], store: Store, plan: Plan) -> BaseException:
     """Return the error of the rank that failed first, not of one that lost its peer through it."""
-    reported: list[Failure] = [
-        pickle.loads(store.get(key))
-        for key in map(_failure_key, range(1, store.add("failures", 0) + 1))
-        if store.check([key])
-    ]
+    reported: list[Failure] = []
+    for path in (_failure_path(plan, n) for n in range(1, store.add("failures", 0) + 1)):
+        if path.exists():  # else its rank was killed before it could write
+            reported.append(pickle.loads(path.read_bytes()))
     for failure in reported:
         if not failure.secondary:
             return failure.error()
@@ -315,8 +311,12 @@ def _first_failure(ended: Iterable[ProcessFailure], store: Store) -> BaseExcepti
     return reported[0].error()
 
 
-def _failure_key(number: int) -> str:
-    return f"failure/{number}"
+def _failure_path(plan: Plan, order: int) -> Path:
+    return Path(plan.folder, f"failure-{order}")
+
+
+def _result_path(plan: Plan) -> Path:
+    return Path(plan.folder, "result")
 
 
 # What happens in a rank.
@@ -340,8 +340,8 @@ def _write_work(plan: Plan, work: Work) -> str:
     """Write what fresh interpreters need, and return its path."""
     import cloudpickle
 
-    path = os.path.join(plan.folder, "work")
-    with open(path, "wb") as file:
+    path = Path(plan.folder, "work")
+    with path.open("wb") as file:
         pickle.dump((plan, sys.argv), file)
         try:
             cloudpickle.dump(work, file)
@@ -351,7 +351,7 @@ def _write_work(plan: Plan, work: Work) -> str:
                 "make it picklable (open files and locks where they are used, say), or start the "
                 "ranks before CUDA is used in this process, so that they can be forked"
             ) from error
-    return path
+    return str(path)
 
 
 def _fresh_rank(path: str) -> None:
@@ -368,13 +368,13 @@ def _fresh_rank(path: str) -> None:
 
 
 def _run_rank(number: int, plan: Plan, load: Callable[[], Work]) -> None:
-    store = TCPStore(_HOST, plan.port, is_master=False)
+    store = TCPStore(_HOST, plan.port, is_master=False)  # to report, also while the group waits
     work = None
     try:
         work = load()
         if plan.num_threads is not None:
             torch.set_num_threads(plan.num_threads)
-        group_store = PrefixStore("group", store)
+        group_store = PrefixStore("group", TCPStore(_HOST, plan.port, is_master=False))
         distributed.setup(group_store, number, plan.world_size, plan.kind, plan.timeout_s)
         result = work.job(*work.args)
         if number == 0:
@@ -382,7 +382,7 @@ def _run_rank(number: int, plan: Plan, load: Callable[[], Work]) -> None:
         _wait_for_all(store, plan.world_size)
         distributed.teardown()
     except BaseException as error:
-        _fail(error, number, work, store)
+        _fail(error, number, work, store, plan)
 
 
 def _settle(plan: Plan) -> None:
@@ -419,15 +419,16 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _fail(error: BaseException, number: int, work: Work | None, store: Store) -> NoReturn:
+def _fail(
+    error: BaseException, number: int, work: Work | None, store: Store, plan: Plan
+) -> NoReturn:
     """Report ``error`` and end this process at once: nothing in it may wait for another rank."""
     try:
         place = work.where() if work else "starting"
     except Exception as second:
         place = f"an unknown place (where() raised {second!r})"
     failure = Failure.of(error, number, place)
-    key = _failure_key(store.add("failures", 1))
-    store.set(key, pickle.dumps(failure))  # type: ignore[arg-type]
+    _failure_path(plan, store.add("failures", 1)).write_bytes(pickle.dumps(failure))
     _flush()
     if failure.secondary:
         time.sleep(LINGER_S)
@@ -453,10 +454,7 @@ def _write_result(result: Any, plan: Plan) -> None:
             torch.save(result, file, cloudpickle, pickle.HIGHEST_PROTOCOL)
 
 
-def _result_path(plan: Plan) -> str:
-    return os.path.join(plan.folder, "result")
-
-
+_starting = threading.Lock()  # the warning filters belong to the whole process
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -491,7 +489,7 @@ def _elastic_log_muted() -> Iterator[None]:
 @contextmanager
 def _fork_warnings_muted() -> Iterator[None]:
     """Keep back warnings about forking beside threads, and elastic's about a replaced stderr."""
-    with warnings.catch_warnings():
+    with _starting, warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
         warnings.filterwarnings("ignore", "Unable to enable fault handler", UserWarning)
         yield

@@ -120,9 +120,19 @@ class Saver:
         """Return the metric that decides which checkpoint is best, if it was measured just now."""
         monitor, view = self._config.checkpoint.monitor, self._view
         name = monitor or "val/loss"
-        if monitor is not None and name not in view.metrics and view.epoch > 0:
+        if monitor is not None and name not in view.metrics and self._has_measured_all():
             raise ValueError(
                 f"checkpoint.monitor={monitor} is logged by nobody after a whole epoch; there are: "
                 f"{', '.join(sorted(view.metrics))}"
             )
         return view.measured_now(name)
+
+    def _has_measured_all(self) -> bool:
+        """Whether a whole epoch and the first validation, if there is to be one, are over."""
+        config, view = self._config, self._view
+        epochs, steps = config.validate_every_n_epochs, config.validate_every_n_steps
+        if epochs is None and steps is None:
+            return view.epoch > 0
+        by_epochs = epochs is not None and view.epoch >= epochs
+        by_steps = steps is not None and view.step >= steps
+        return view.epoch > 0 and (by_epochs or by_steps)

@@ -33,6 +33,8 @@ class StepModule(nn.Module):
         extra_weight: Its gradient is (true weight - planned weight) / planned weight of the global
             batch, once all micro-batches are through and the ranks have averaged.
         has_weight: Whether this rank has had a micro-batch with weight since it was last reset.
+        needs_every_parameter: Whether a micro-batch without weight must give every parameter a
+            gradient of zeros. Not where parameters may be unused: these would count as used.
     """
 
     def __init__(self, task: TaskModule, logbook: Logbook, metrics: Mapping[str, Any]) -> None:
@@ -40,6 +42,7 @@ class StepModule(nn.Module):
         self.task = task
         self.extra_weight = nn.Parameter(torch.zeros(()))
         self.has_weight = False
+        self.needs_every_parameter = True
         self._logbook = logbook
         self._metrics = metrics
 
@@ -88,6 +91,8 @@ class StepModule(nn.Module):
         return torch.add(value, self.extra_weight, alpha=extra)
 
     def _zero(self) -> torch.Tensor:
+        if not self.needs_every_parameter:
+            return self.extra_weight.new_zeros(())
         # Zero gradients for everything, so that DDP's reducer sees the same on every rank. A dummy
         # sample would crash BatchNorm, and its loss times 0 is NaN where the loss is infinite.
         parts = [(p * 0).sum() for p in self.task.parameters() if p.requires_grad]

@@ -17,7 +17,15 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer import distributed
-from trainer.loading import Batches, LoaderOptions, MicroBatch, Source, data_loader, set_epoch
+from trainer.loading import (
+    Batches,
+    LoaderOptions,
+    MicroBatch,
+    Source,
+    data_loader,
+    length,
+    set_epoch,
+)
 from trainer.plan import GlobalBatchPlan, stream_key
 from trainer.trees import rows
 
@@ -41,9 +49,10 @@ def stream_batches(
         limit: The most global batches.
         in_order: Whether to cut by position even a stream that could shard itself.
     """
+    num_samples = length(source.dataset)
     steps = None
-    if hasattr(source.dataset, "__len__") and plan.global_batch_size and not source.yields_batches:
-        steps = plan.steps_per_epoch(len(source.dataset), drop_last)
+    if num_samples is not None and plan.global_batch_size and not source.yields_batches:
+        steps = plan.steps_per_epoch(num_samples, drop_last)
     if limit is not None:
         steps = limit if steps is None else min(steps, limit)
     if not in_order and not source.yields_batches and _shards_itself(source.dataset):
@@ -98,7 +107,9 @@ class ShardedStreamBatches(StreamBatches):
         stream.start(epoch)
         parts = itertools.islice(self._loader, start_step, None)
         empty = MicroBatch(None, 0, 0, 0, 0, True)
-        for _ in itertools.islice(itertools.count(start_step), stream.limit):
+        for step in itertools.count(start_step):
+            if step == stream.limit:
+                return
             mine: list[MicroBatch] = next(parts, [])
             count = torch.tensor([sum(micro.num_samples for micro in mine)])
             global_size = int(distributed.all_reduce_sum(count))
@@ -123,7 +134,8 @@ class _Stream(IterableDataset[list[MicroBatch]]):
         drop_last: bool,
         limit: int | None,
     ) -> None:
-        self.source = source
+        self.source = source._replace(loader=None)  # workers need no copy of it
+        self._yields_batches = source.yields_batches
         self.drop_last = drop_last
         self.limit = limit
         self.place = (0, 1)  # this loader worker's number, and how many there are
@@ -154,18 +166,21 @@ class _Stream(IterableDataset[list[MicroBatch]]):
                 return
             # Everyone who reads the stream has to draw the same: it may shuffle by chance.
             _seed_generators(stream_key(self._options.seed, self._pass, number))
-            batch, size = next(batches, (None, 0))
-            if size == 0:
+            found = next(batches, None)
+            if found is None:
                 return
+            batch, size = found
             if number % num_workers == worker:
                 yield self._cut(batch, size, position)
             position += size
 
     def _global_batches(self) -> Iterator[tuple[Any, int]]:
         items = iter(self.source.dataset)
-        if self.source.yields_batches:
+        if self._yields_batches:
             for batch in map(self.source.collate, items):
-                yield batch, self._options.count(batch)
+                if size := self._options.count(batch):
+                    yield batch, size
+            return
         while samples := list(itertools.islice(items, self.global_batch_size)):
             if len(samples) == self.global_batch_size or not self.drop_last:
                 yield samples, len(samples)
@@ -187,7 +202,7 @@ class _Stream(IterableDataset[list[MicroBatch]]):
         ]
 
     def _part(self, batch: Any, size: int, start: int, stop: int) -> Any:
-        if self.source.yields_batches:
+        if self._yields_batches:
             return rows(batch, size, start, stop)
         return self.source.collate(batch[start:stop])
 

@@ -55,12 +55,10 @@ def rows(tree: Any, size: int, start: int, stop: int) -> Any:
     if isinstance(tree, Mapping):
         return {key: rows(value, size, start, stop) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        is_record = hasattr(tree, "_fields")
-        if not is_record and len(tree) == size and len({type(part) for part in tree}) == 1:
-            if not all(_has_rows(part, size) for part in tree):
-                return tree[start:stop]
+        if _has_entries(tree, size):
+            return tree[start:stop]
         parts = [rows(part, size, start, stop) for part in tree]
-        return type(tree)(*parts) if is_record else type(tree)(parts)
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
     if isinstance(tree, torch.Tensor | np.ndarray):
         return tree[start:stop] if _has_rows(tree, size) else tree
     if tree is None or isinstance(tree, int | float | str | bytes | np.generic):
@@ -68,6 +66,14 @@ def rows(tree: Any, size: int, start: int, stop: int) -> Any:
     raise ValueError(
         f"a batch of {size} samples holds a {type(tree).__name__}, which cannot be cut for the "
         "ranks; yield tensors, lists with one entry per sample, or tuples or dicts of these"
+    )
+
+
+def _has_entries(tree: list[Any] | tuple[Any, ...], size: int) -> bool:
+    """Whether there is one entry per sample, rather than one per field."""
+    alike = len(tree) == size and len({type(part) for part in tree}) == 1
+    return (
+        alike and not hasattr(tree, "_fields") and not all(_has_rows(part, size) for part in tree)
     )
 
 

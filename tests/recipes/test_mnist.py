@@ -117,7 +117,7 @@ def test_the_task_trains_without_a_trainer(data: MnistData) -> None:
     for _ in range(12):
         loss = task.loss(task(batch), batch)
         setup.optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         setup.optimizer.step()
         losses.append(loss.item())
     assert losses[0] == pytest.approx(2.3, abs=0.3)  # ln 10: it starts with no opinion

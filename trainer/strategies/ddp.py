@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -55,6 +54,7 @@ class DDPStrategy(Strategy):
             ValueError: If the ranks' parameters differ in name, shape or type, which DDP itself
                 would meet with a crash.
         """
+        step.needs_every_parameter = not self._options["find_unused_parameters"]
         if distributed.world_size() == 1:
             return step
         check_same_parameters(step.task)
@@ -81,10 +81,8 @@ class DDPStrategy(Strategy):
         return nullcontext() if self._wrapped is None else self._wrapped.no_sync()
 
     def teardown(self) -> None:
-        """Drop the wrapper; DDP's hooks on the parameters go when it is collected."""
-        if self._wrapped is not None:
-            self._wrapped = None
-            gc.collect()
+        """Drop the wrapper; DDP's hooks on the parameters go with it."""
+        self._wrapped = None
 
 
 def check_same_parameters(task: nn.Module) -> None:

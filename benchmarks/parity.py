@@ -1,0 +1,268 @@
+"""Does the Trainer compute what a hand-written loop computes? Loss by loss, weight by weight.
+
+    python -m benchmarks.parity               # about a minute; exit code 1 if a bound is broken
+    python -m benchmarks.parity --markdown    # the table of docs/performance.md
+
+The net of the MNIST recipe is trained by a plain loop, by hand-written DDP on 2 and 4 ranks, and by
+the Trainer on 1, 2 and 4, from the same first weights and with the same global batches, of which
+the last one of an epoch is smaller and leaves ranks 1 to 3 of 4 without a sample. The loops by hand
+take two things from the Trainer: the order of the samples (`trainer.plan.epoch_order`), and what a
+batch and a net are (`recipes.mnist`). Dropout is off: its masks belong to a micro-batch, and one
+rank has one of 128 samples where four have four of 32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.common import scratch, table
+from recipes.mnist import Batch, Digits, MnistData, MnistTask
+from trainer import Trainer
+from trainer.loggers import JsonlLogger
+from trainer.plan import epoch_order
+
+BATCH_SIZE = 128
+LEARNING_RATE = 0.004
+WEIGHT_DECAY = 0.01
+SEED = 0
+
+EQUAL_BITS = 0.0
+# Sums over ranks are rounded in another order, which training magnifies step by step: after fifty
+# steps two hand-written loops are a few millionths apart, after some hundred they part for good.
+ROUNDING = 5e-5
+# Not between two ways of using 2 ranks: a + b = b + a. More ranks add up in an order that depends
+# on where a gradient lies in its bucket, and the Trainer's buckets hold one number more.
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long to train: ``epochs`` times the first ``images`` of the training set."""
+
+    images: int = 3_088
+    epochs: int = 2
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps, the smaller batch at the end of each epoch included."""
+        return self.epochs * -(-self.images // BATCH_SIZE)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a training left behind: the mean loss of every global batch, and the last weights."""
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+
+
+def by_plain_loop(length: Length) -> Outcome:
+    """Train in this process, as anybody would write it."""
+    torch.set_num_threads(1)
+    net, optimizer, schedule = _start(length)
+    losses = []
+    for images, labels in _global_batches(length):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net((images, labels)), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    return Outcome(losses, net.state_dict())
+
+
+def by_ddp(length: Length, world_size: int) -> Outcome:
+    """Train on ``world_size`` processes with hand-written DDP over gloo."""
+    with scratch() as folder:
+        mp.spawn(_ddp_rank, (world_size, length, folder), nprocs=world_size)  # type: ignore[no-untyped-call]
+        losses, weights = torch.load(folder / "outcome.pt")
+    return Outcome(losses, weights)
+
+
+def _ddp_rank(rank: int, world_size: int, length: Length, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    net, optimizer, schedule = _start(length)
+    ddp = nn.parallel.DistributedDataParallel(net)
+    share = BATCH_SIZE // world_size
+    losses = []
+    for images, labels in _global_batches(length):
+        count = len(labels)
+        images, labels = (part[rank * share : (rank + 1) * share] for part in (images, labels))
+        optimizer.zero_grad()
+        if len(labels):
+            # DDP averages over the ranks, so this makes the mean over the samples of all of them.
+            loss = F.cross_entropy(ddp((images, labels)), labels)
+            (loss * (len(labels) * world_size / count)).backward()
+        else:
+            loss = torch.zeros(())
+            # DDP waits for this rank's gradients too: zeros, out of a sample that does not count.
+            (ddp((torch.zeros(1, 28, 28), None)).sum() * 0).backward()
+        optimizer.step()
+        schedule.step()
+        total = loss.detach().double() * len(labels)
+        dist.all_reduce(total)
+        losses.append(float(total) / count)
+    if rank == 0:
+        torch.save((losses, net.state_dict()), folder / "outcome.pt")
+    dist.destroy_process_group()
+
+
+def by_trainer(length: Length, world_size: int) -> Outcome:
+    """Train with the Trainer; the losses are those that it writes to ``metrics.jsonl``."""
+    with scratch() as folder:
+        trainer = Trainer(
+            accelerator="cpu",
+            launcher="self",
+            devices=world_size,
+            num_threads=1,
+            global_batch_size=BATCH_SIZE,
+            max_epochs=length.epochs,
+            seed=SEED,
+            log_every_n_steps=1,
+            run_dir=str(folder),
+            callbacks=(),
+            logger=[JsonlLogger()],
+        )
+        task = MnistTask(LEARNING_RATE, WEIGHT_DECAY, dropout=0.0)
+        trainer.fit(task, train=_first_images(length))
+        events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return Outcome([event["train/loss"] for event in events], task.state_dict())
+
+
+def _start(
+    length: Length,
+) -> tuple[MnistTask, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    torch.manual_seed(SEED)
+    net = MnistTask(dropout=0.0)
+    optimizer = torch.optim.AdamW(
+        net.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, length.steps)
+    return net, optimizer, schedule
+
+
+def _first_images(length: Length) -> Digits:
+    digits = MnistData().train
+    return Digits(digits.images[: length.images], digits.labels[: length.images])
+
+
+def _global_batches(length: Length) -> Iterator[Batch]:
+    digits = _first_images(length)
+    for epoch in range(length.epochs):
+        for indices in epoch_order(len(digits), SEED, epoch, shuffle=True).split(BATCH_SIZE):
+            yield digits.images[indices], digits.labels[indices]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far one training is from another.
+
+    Attributes:
+        what: Which two.
+        loss: The largest difference between the losses of a step.
+        weight: The largest difference between two weights at the end.
+        bits: Whether all losses and weights are the same to the last bit.
+        bound: What neither difference may exceed; None where it is shown for comparison only.
+    """
+
+    what: str
+    loss: float
+    weight: float
+    bits: bool
+    bound: float | None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the bound is kept; NaN keeps none."""
+        if self.bound is None:
+            return True
+        return self.bits if self.bound == EQUAL_BITS else max(self.loss, self.weight) <= self.bound
+
+
+def compare(what: str, one: Outcome, other: Outcome, bound: float | None) -> Comparison:
+    """Compare step by step and weight by weight."""
+    assert one.weights.keys() == other.weights.keys()
+    pairs = [(one.weights[name], other.weights[name]) for name in one.weights]
+    return Comparison(
+        what,
+        loss=max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True)),
+        weight=max(float((a - b).abs().max()) for a, b in pairs),
+        bits=one.losses == other.losses and all(torch.equal(a, b) for a, b in pairs),
+        bound=bound,
+    )
+
+
+def comparisons(length: Length, world_sizes: Sequence[int]) -> list[Comparison]:
+    """Train by all means and compare, at one process and at each of ``world_sizes``."""
+    plain = by_plain_loop(length)
+    found = [compare("Trainer, 1 process : plain loop", by_trainer(length, 1), plain, EQUAL_BITS)]
+    for ranks in world_sizes:
+        ddp, ours = by_ddp(length, ranks), by_trainer(length, ranks)
+        found += [
+            compare(f"hand-written DDP, {ranks} ranks : plain loop", ddp, plain, None),
+            compare(f"Trainer, {ranks} ranks : plain loop", ours, plain, ROUNDING),
+            compare(
+                f"Trainer, {ranks} ranks : hand-written DDP, {ranks} ranks",
+                ours,
+                ddp,
+                EQUAL_BITS if ranks == 2 else ROUNDING,
+            ),
+        ]
+    return found
+
+
+def report(found: Sequence[Comparison], markdown: bool) -> str:
+    """Return the table of the comparisons."""
+    header = ["compared", "loss of a step", "weight", "equal bits", "bound", "holds"]
+    rows = [
+        [
+            one.what,
+            f"{one.loss:.1e}",
+            f"{one.weight:.1e}",
+            "yes" if one.bits else "no",
+            _in_words(one.bound),
+            "" if one.bound is None else "yes" if one.holds else "NO",
+        ]
+        for one in found
+    ]
+    return table(header, rows, markdown)
+
+
+def _in_words(bound: float | None) -> str:
+    if bound is None:
+        return "none"
+    return "equal bits" if bound == EQUAL_BITS else f"{bound:.0e}"
+
+
+def main() -> int:
+    """Compare, print, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    parser.add_argument("--images", type=int, default=Length.images, help="of the training set")
+    parser.add_argument("--epochs", type=int, default=Length.epochs, help="over these images")
+    given = parser.parse_args()
+    length = Length(given.images, given.epochs)
+    with redirect_stdout(sys.stderr):  # what the Trainer says is no part of the table
+        found = comparisons(length, world_sizes=(2, 4))
+    print(f"Largest differences over {length.steps} steps and all weights:\n")
+    print(report(found, given.markdown))
+    return 0 if all(one.holds for one in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,260 @@
+"""The DDP wrapper, its options, and what it refuses, on real ranks."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import (
+    Regression,
+    adamw,
+    assert_equal_bits,
+    assert_same,
+    fit,
+    fit_on,
+    on_ranks,
+    samples,
+    train_by_hand,
+    weights,
+)
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer import distributed
+from trainer.logbook import Logbook
+from trainer.step import StepModule
+from trainer.strategies import DDPStrategy
+
+pytestmark = pytest.mark.timeout(60)
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "small buckets": {"bucket_cap_mb": 1e-5},
+    "large buckets": {"bucket_cap_mb": 100},
+    "static graph": {"static_graph": True},
+    "gradients of their own": {"gradient_as_bucket_view": False},
+    "accumulated in small buckets": {"bucket_cap_mb": 1e-5, "micro_batch_size": 1},
+    "accumulated gradients of their own": {"gradient_as_bucket_view": False, "micro_batch_size": 1},
+}
+
+
+class WithSpare(Regression):
+    """Has a layer that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__(adamw)
+        self.spare = nn.Linear(2, 2).double()
+        with torch.no_grad():
+            self.spare.weight.fill_(1.0)
+            self.spare.bias.fill_(1.0)
+
+
+def fits(run_dir: Path) -> dict[str, Any]:
+    found = {}
+    for name, options in OPTIONS.items():
+        task = Regression(adamw)
+        options = {"global_batch_size": 6, "max_epochs": 3, **options}
+        fit(task, run_dir / name, train=samples(13), **options)
+        found[name] = weights(task)
+    return found
+
+
+def test_every_option_gives_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
+    expected = Regression(adamw)
+    train_by_hand(expected, samples(13), global_batch_size=6, epochs=3)
+    ranks = on_ranks(3, fits, tmp_path)
+    for found in ranks:
+        assert found.keys() == OPTIONS.keys()
+        for name, final in found.items():
+            assert_same(final, expected)
+            assert_equal_bits(final, ranks[0][name])
+
+
+def fits_with_spare(run_dir: Path) -> dict[str, Any]:
+    found = {}
+    # Of the 13 samples the last global batch has one, which leaves two ranks without any.
+    options = {"global_batch_size": 6, "max_epochs": 2}
+    for name, own in {
+        "whole": {"find_unused_parameters": True},
+        "accumulated": {"find_unused_parameters": True, "micro_batch_size": 1},
+    }.items():
+        task = WithSpare()
+        fit(task, run_dir / name, train=samples(13), **options, **own)
+        found[name] = weights(task)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_unused_parameters_are_left_alone_where_that_is_allowed(
+    world_size: int, tmp_path: Path
+) -> None:
+    expected = WithSpare()
+    train_by_hand(expected, samples(13), global_batch_size=6, epochs=2)
+    for found in on_ranks(world_size, fits_with_spare, tmp_path):
+        for final in found.values():
+            assert_same(final, expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_unused_parameters_are_named_with_the_option(world_size: int, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"spare\.weight, spare\.bias.*find_unused_parameters"):
+        fit_on(world_size, WithSpare(), tmp_path, train=samples(8), max_epochs=1)
+
+
+class Thawing(Regression):
+    """Trains its last layer in the first epoch, everything in the second, the first layer then."""
+
+    def on_epoch_start(self) -> None:
+        self.net[0].requires_grad_(self.run.epoch >= 1)
+        self.net[2].requires_grad_(self.run.epoch <= 1)
+        self.wrappers = count_wrappers()
+
+
+def count_wrappers() -> int:
+    return sum(type(thing) is DistributedDataParallel for thing in gc.get_objects())
+
+
+def thaw(run_dir: Path) -> Any:
+    gc.collect()
+    gc.disable()
+    try:
+        task = Thawing()
+        fit(task, run_dir, train=samples(13), global_batch_size=4, max_epochs=3)
+        return weights(task), task.wrappers, count_wrappers()
+    finally:
+        gc.enable()
+
+
+def test_requires_grad_may_change_between_epochs(tmp_path: Path) -> None:
+    expected = Thawing()
+    optimizer = expected.configure_optimizers()
+    for epoch in range(3):
+        expected.net[0].requires_grad_(epoch >= 1)
+        expected.net[2].requires_grad_(epoch <= 1)
+        for batch in torch.utils.data.DataLoader(samples(13), batch_size=4):
+            optimizer.zero_grad()
+            expected.loss(expected(batch), batch).backward()
+            optimizer.step()
+    for final, wrappers, left in on_ranks(2, thaw, tmp_path):
+        assert_same(final, expected)
+        assert (wrappers, left) == (1, 0), "wrappers pile up"
+
+
+class Changing(Regression):
+    """Freezes or thaws a layer in the middle of an epoch."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.trained = trained
+        self.net[0].requires_grad_(not trained)
+
+    def after_optimizer_step(self) -> None:
+        self.net[0].requires_grad_(self.trained)
+
+
+def change(run_dir: Path) -> list[str]:
+    found = []
+    for trained in (False, True):
+        with pytest.raises(ValueError, match="requires_grad") as info:
+            fit(Changing(trained), run_dir, train=samples(13), global_batch_size=4, max_epochs=3)
+        found.append(str(info.value))
+        distributed.barrier()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_requires_grad_may_not_change_within_an_epoch(world_size: int, tmp_path: Path) -> None:
+    for frozen, thawed in on_ranks(world_size, change, tmp_path):
+        assert "net.0.weight, net.0.bias changed from True to False in mid-run" in frozen
+        assert "changed from False to True in mid-run" in thawed
+        assert "on_epoch_start" in frozen
+        assert "on_epoch_start" in thawed
+
+
+def unequal_models(run_dir: Path) -> list[str]:
+    found = []
+    for number in range(3):
+        task: Any = Regression()
+        if distributed.rank() == 1:
+            if number == 0:
+                task.net[2] = nn.Linear(5, 1, bias=False).double()
+            elif number == 1:
+                task.net[0] = nn.Linear(3, 5).float()
+            else:
+                task.net[0].bias.requires_grad_(False)
+        with pytest.raises(ValueError, match="differ between ranks") as info:
+            fit(task, run_dir, train=samples(8), global_batch_size=4, max_epochs=1)
+        found.append(str(info.value))
+    return found
+
+
+def test_models_that_differ_between_ranks_are_refused_with_the_difference(tmp_path: Path) -> None:
+    for missing, dtype, frozen in on_ranks(2, unequal_models, tmp_path):
+        assert "rank 0 has 4 parameters, rank 1 has 3 parameters" in missing
+        assert "net.0.weight with shape (5, 3) (torch.float64)" in dtype
+        assert "rank 1 has net.0.weight with shape (5, 3) (torch.float32)" in dtype
+        assert "rank 1 has net.0.bias with shape (5,) (torch.float64, frozen)" in frozen
+
+
+def other_shape(run_dir: Path) -> str:
+    task = Regression()
+    task.net[0] = nn.Linear(3, 5 + distributed.rank()).double()
+    with pytest.raises(ValueError, match="differ between ranks") as info:
+        fit(task, run_dir, train=samples(8), global_batch_size=4, max_epochs=1)
+    return str(info.value)
+
+
+def test_shapes_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
+    for message in on_ranks(2, other_shape, tmp_path):
+        assert "rank 0 has net.0.weight with shape (5, 3)" in message
+        assert "rank 1 has net.0.weight with shape (6, 3)" in message
+
+
+def other_values(run_dir: Path) -> dict[str, Any]:
+    task = Regression()
+    with torch.no_grad():
+        task.net[0].weight.add_(distributed.rank())
+    fit(task, run_dir, train=samples(8), global_batch_size=4, max_epochs=1)
+    return weights(task)
+
+
+def test_all_ranks_start_from_the_weights_of_rank_0(tmp_path: Path) -> None:
+    expected = Regression()
+    train_by_hand(expected, samples(8), global_batch_size=4)
+    for final in on_ranks(2, other_values, tmp_path):
+        assert_same(final, expected)
+
+
+def test_one_rank_is_not_wrapped() -> None:
+    step = StepModule(Regression(), Logbook(), {})
+    strategy = DDPStrategy()
+    assert strategy.setup(step, torch.device("cpu")) is step
+    with strategy.no_sync():
+        pass
+    strategy.teardown()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"static_graph": True, "micro_batch_size": 1}, "static_graph=true with 2 micro-batches"),
+        ({"sync_batchnorm": True}, "sync_batchnorm=true"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    options = {"global_batch_size": 4, "max_epochs": 1, **options}
+    with pytest.raises(ValueError, match=message):
+        fit_on(2, Regression(), tmp_path, train=samples(8), **options)
+
+
+def test_a_strategy_of_ones_own_is_a_node(tmp_path: Path) -> None:
+    node: dict[str, Any] = {"_target_": "trainer.strategies.DDPStrategy", "bucket_cap_mb": 1}
+    result = fit(Regression(), tmp_path, train=samples(4), max_epochs=1, strategy=node)
+    assert result.step == 1
+    node = {"_target_": "torch.nn.Identity"}
+    with pytest.raises(ValueError, match="strategy is a Identity; it must be `ddp` or a node"):
+        fit(Regression(), tmp_path, train=samples(4), max_epochs=1, strategy=node)

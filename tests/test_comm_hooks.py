@@ -1,0 +1,87 @@
+"""Compressed gradients on real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import (
+    Regression,
+    TokenRegression,
+    assert_equal_bits,
+    assert_same,
+    fit,
+    on_ranks,
+    samples,
+    train_by_hand,
+    weighted_samples,
+    weights,
+)
+
+from trainer import distributed
+from trainer.comm_hooks import DTYPES
+from trainer.logbook import Logbook
+from trainer.step import StepModule
+from trainer.strategies import DDPStrategy
+
+pytestmark = pytest.mark.timeout(60)
+
+# No weight of the two ranks, and not their sum, can be written in bf16 or fp16.
+TOKENS = [4097.0, 1.0, 65537.0, 2.0]
+
+
+def fits(run_dir: Path) -> dict[str, Any]:
+    found = {}
+    for name in (None, *DTYPES):
+        for cap in (None, 1e-5):
+            task = Regression().float()
+            options = {"comm_hook": name, "bucket_cap_mb": cap, "micro_batch_size": 2}
+            data = samples(19, torch.float32)
+            folder = run_dir / f"{name} {cap}"
+            fit(task, folder, train=data, global_batch_size=6, max_epochs=2, **options)
+            found[f"{name} {cap}"] = weights(task)
+    return found
+
+
+def test_compressed_gradients_train_like_uncompressed_ones(tmp_path: Path) -> None:
+    expected = Regression().float()
+    train_by_hand(expected, samples(19, torch.float32), global_batch_size=6, epochs=2)
+    tolerance = {"None": 1e-5, "fp16": 2e-3, "bf16": 2e-2}
+    ranks = on_ranks(2, fits, tmp_path)
+    for found in ranks:
+        for name, final in found.items():
+            assert_same(final, expected, tolerance[name.split()[0]])
+            assert_equal_bits(final, ranks[0][name])
+        for name in DTYPES:
+            plain, compressed = found["None None"], found[f"{name} None"]
+            assert any(not torch.equal(plain[k], compressed[k]) for k in plain), "not compressed"
+
+
+def weight_and_gradient() -> dict[str, tuple[float, torch.Tensor]]:
+    """Of one backward with one sample per rank and half the gradient in small numbers."""
+    found = {}
+    device = torch.device("cpu")
+    for name in DTYPES:
+        for cap in (None, 1e-5):
+            step = StepModule(TokenRegression().float(), Logbook(), {})
+            strategy = DDPStrategy(bucket_cap_mb=cap, comm_hook=name)
+            module = strategy.setup(step, device)
+            data = weighted_samples(TOKENS).tensors
+            mine = slice(2 * distributed.rank(), 2 * distributed.rank() + 2)
+            for _ in range(3):  # DDP builds its buckets anew after the first time
+                step.zero_grad()
+                module(tuple(t[mine].float() for t in data), 2, 4).backward()
+            assert step.extra_weight.grad is not None
+            found[f"{name} {cap}"] = float(step.extra_weight.grad), step.task.net[2].weight.grad
+            strategy.teardown()
+    return found
+
+
+def test_the_weight_of_the_batch_arrives_uncompressed() -> None:
+    planned, true = len(TOKENS), sum(TOKENS)
+    for found in on_ranks(2, weight_and_gradient):
+        for extra, gradient in found.values():
+            assert extra == true / planned - 1
+            assert gradient.abs().sum() > 0

@@ -1,0 +1,172 @@
+"""The user's data taken apart; epochs told to everything that wants to know."""
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+
+from trainer.loading import length, open_source, set_epoch
+
+DATASET = TensorDataset(torch.arange(6))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from range(6)
+
+
+class Buckets:
+    """A batch sampler that is no torch class."""
+
+    def __iter__(self):
+        yield [0]
+        yield [1, 2, 3]
+
+
+def own_collate(items):
+    return items
+
+
+def test_a_dataset_gets_the_collate_function_of_the_data_module():
+    assert open_source(DATASET, None, "train").collate is default_collate
+    assert open_source(DATASET, own_collate, "train").collate is own_collate
+    assert open_source([1, 2], None, "train").dataset == [1, 2]
+    assert open_source(Stream(), own_collate, "train").collate is own_collate
+    assert open_source(Stream(), None, "train").is_stream
+
+
+def test_a_loader_keeps_its_own():
+    loader = DataLoader(DATASET, batch_size=3, collate_fn=own_collate)
+    source = open_source(loader, default_collate, "train")
+    assert source.dataset is DATASET
+    assert source.collate is own_collate
+    assert source.batch_size == 3
+    assert not source.yields_batches
+
+
+@pytest.mark.parametrize(
+    ("loader", "size", "yields_batches"),
+    [
+        (DataLoader(Stream(), batch_size=3), 3, False),
+        (DataLoader(Stream(), batch_size=None), None, True),
+        (DataLoader(DATASET, batch_sampler=Buckets()), None, False),
+        (
+            DataLoader(DATASET, batch_sampler=BatchSampler(SequentialSampler(DATASET), 4, False)),
+            4,
+            False,
+        ),
+    ],
+)
+def test_the_global_batch_size_of_a_loader(loader, size, yields_batches):
+    source = open_source(loader, None, "train")
+    assert source.batch_size == size
+    assert source.yields_batches == yields_batches
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (None, "the val data is a NoneType; it must be a Dataset"),
+        (7, "the val data is a int"),
+        ({"a": DATASET}, "the val data is a dict"),
+        ("path", "the val data is a str"),
+        (
+            DataLoader(DATASET, sampler=DistributedSampler(DATASET, 2, 0)),
+            "the val DataLoader has a DistributedSampler, which drops the other ranks' samples",
+        ),
+        (
+            DataLoader(
+                DATASET, batch_sampler=BatchSampler(DistributedSampler(DATASET, 2, 0), 3, False)
+            ),
+            "the val DataLoader has a DistributedSampler",
+        ),
+        (
+            DataLoader(DATASET, batch_size=None),
+            "the val DataLoader has batch_size=None over an indexed dataset",
+        ),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(data, message):
+    with pytest.raises(ValueError, match=message):
+        open_source(data, None, "val")
+
+
+def test_a_distributed_sampler_of_one_replica_is_harmless():
+    loader = DataLoader(DATASET, sampler=DistributedSampler(DATASET, 1, 0))
+    assert open_source(loader, None, "train").loader is loader
+
+
+class Epochs:
+    def __init__(self):
+        self.epochs = []
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+
+class EpochDataset(Epochs, Dataset):
+    pass
+
+
+class EpochSampler(Epochs, Sampler):
+    pass
+
+
+class Holder(Dataset):
+    def __init__(self, **parts):
+        vars(self).update(parts)
+
+
+def test_epochs_reach_everything_that_is_held():
+    inner = [EpochDataset() for _ in range(100)]
+    many = ConcatDataset.__new__(ConcatDataset)
+    many.datasets = inner
+    sampler, wrapped, plain = EpochSampler(), EpochSampler(), Epochs()
+    by_name = {"a": Subset(EpochDataset(), [0]), "b": [EpochDataset()]}
+    root = Holder(
+        many=many, sampler=BatchSampler(sampler, 2, False), plain=plain, by_name=by_name
+    )
+    root.ring = root
+    set_epoch(root, 3)
+    found = [*inner, sampler, plain, by_name["a"].dataset, *by_name["b"]]
+    assert [thing.epochs for thing in found] == [[3]] * len(found)
+
+    class Batches:  # no torch class and without set_epoch, but it holds a sampler that has it
+        def __init__(self):
+            self.sampler = wrapped
+
+    set_epoch(Batches(), 4)
+    assert wrapped.epochs == [4]
+
+
+def test_long_lists_of_samples_are_not_searched():
+    class Counting(list):
+        looks = 0
+
+        def __iter__(self):
+            raise AssertionError("searched to the end")
+
+    set_epoch(Holder(samples=Counting(range(100_000))), 1)
+
+
+def test_length():
+    class Undecided:
+        def __len__(self):
+            raise NotImplementedError
+
+    assert length([1, 2]) == 2
+    assert length(Undecided()) is None
+    assert length(Stream()) is None
+    assert length(RandomSampler([1, 2, 3])) == 3

@@ -1,0 +1,112 @@
+"""Autocast and loss scaling in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import Regression, adamw, assert_equal_bits, assert_same, fit, samples, weights
+from torch import Tensor
+
+from trainer.precision import Precision
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
+)
+def test_matrix_products_run_in_the_named_format(name: str, dtype: torch.dtype) -> None:
+    precision = Precision(name, CPU)
+    with precision.autocast():
+        assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype == dtype
+    assert precision.scaler.is_enabled() == (name == "fp16")
+
+
+class Watching(Regression):
+    """Notes the norms of the gradients that reach the hooks; its loss overflows at one step."""
+
+    def __init__(self, overflow_at: int | None = None) -> None:
+        super().__init__(adamw)
+        self.float()
+        self.overflow_at = overflow_at
+        self.norms: list[tuple[float, float]] = []
+        self.stepped: list[bool] = []
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        factor = 1e38 if self.run.step == self.overflow_at else 1e-2
+        return super().loss(outputs.float(), batch) * factor
+
+    def before_optimizer_step(self) -> None:
+        self.before = (self.norm(), weights(self))
+
+    def after_optimizer_step(self) -> None:
+        norm, old = self.before
+        self.norms.append((norm, self.norm()))
+        self.stepped.append(any(not torch.equal(old[k], v) for k, v in weights(self).items()))
+
+    def norm(self) -> float:
+        grads = [p.grad.flatten() for p in self.parameters() if p.grad is not None]
+        return float(torch.cat(grads).norm())
+
+
+def watch(run_dir: Path, overflow_at: int | None = None, **options: Any) -> Watching:
+    task = Watching(overflow_at)
+    options = {"global_batch_size": 4, "max_steps": 3, "gradient_clip_norm": 1e-3, **options}
+    result = fit(task, run_dir, train=samples(12, torch.float32), **options)
+    assert result.step == 3
+    return task
+
+
+def test_gradients_are_clipped_after_unscaling_to_the_global_norm(tmp_path: Path) -> None:
+    for name in ("fp32", "fp16", "bf16"):
+        task = watch(tmp_path / name, precision=name)
+        for before, after in task.norms:
+            assert 1e-3 < before < 1, "scaled or clipped already"
+            assert after == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_an_overflow_skips_the_update_counts_the_step_and_spoils_nothing(tmp_path: Path) -> None:
+    task = watch(tmp_path / "overflow", precision="fp16", overflow_at=1)
+    assert task.stepped == [True, False, True]
+    assert all(value.isfinite().all() for value in weights(task).values())
+
+
+class Pausing(Watching):
+    """Has no loss at one step."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        return None if self.run.step == 1 else super().loss(outputs, batch)
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_a_step_without_weight_counts_and_updates_nothing(unused: bool, tmp_path: Path) -> None:
+    found, expected = Pausing(), Watching()
+    x, y = samples(12, torch.float32).tensors
+    optimizer = expected.configure_optimizers()
+    for batch in ((x[:4], y[:4]), (x[8:], y[8:])):
+        optimizer.zero_grad()
+        expected.loss(expected(batch), batch).backward()
+        optimizer.step()
+    options: dict[str, Any] = {"precision": "fp16", "find_unused_parameters": unused}
+    options |= {"global_batch_size": 4, "max_epochs": 1}
+    result = fit(found, tmp_path, train=samples(12, torch.float32), **options)
+    assert result.step == 3
+    assert found.stepped == [True, True]
+    assert_same(found, expected, 2e-3)
+
+
+def test_half_precision_keeps_its_weights_in_full_precision(tmp_path: Path) -> None:
+    full = watch(tmp_path / "fp32")
+    half = watch(tmp_path / "bf16", precision="bf16")
+    assert all(p.dtype == torch.float32 for p in half.parameters())
+    with pytest.raises(AssertionError):
+        assert_equal_bits(half, full)
+
+
+def test_lightnings_spellings_mean_the_same(tmp_path: Path) -> None:
+    found = [watch(tmp_path / name, precision=name) for name in ("bf16", "bf16-mixed")]
+    assert_equal_bits(*found)

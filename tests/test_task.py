@@ -1,0 +1,90 @@
+"""The contract of a task."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support import Regression, samples, train_by_hand
+from torch import nn
+
+from trainer import TaskModule, Trainer
+from trainer.task import CONTRACT, RunFacts, check_contract, first_dimension
+
+
+def test_a_task_trains_without_a_trainer() -> None:
+    task = Regression()
+    before = task.net[0].weight.clone()
+    task.log("anything", 1.0)
+    train_by_hand(task, samples(8), global_batch_size=4)
+    assert not torch.equal(task.net[0].weight, before)
+    assert (task.run.step, task.run.world_size, task.run.split) == (0, 1, "train")
+
+
+def test_a_complete_task_is_accepted() -> None:
+    check_contract(Regression())
+
+
+@pytest.mark.parametrize("name", [*CONTRACT, "forward"])
+@pytest.mark.parametrize("value", [nn.Linear(1, 1), lambda: None])
+def test_an_attribute_that_hides_a_method_is_refused(name: str, value: Any) -> None:
+    task = Regression()
+    setattr(task, name, value)
+    with pytest.raises(ValueError, match=rf"attribute '{name}'.*hides.*self\.{name}_fn"):
+        check_contract(task)
+
+
+def test_a_buffer_hides_a_method_too() -> None:
+    task = Regression()
+    task._buffers["predict"] = torch.ones(1)
+    with pytest.raises(ValueError, match="'predict'"):
+        check_contract(task)
+
+
+def test_the_contract_is_what_the_class_defines() -> None:
+    assert {"loss", "configure_optimizers", "log", "on_epoch_start", "batch_size"} <= set(CONTRACT)
+
+
+def test_an_own_run_attribute_is_refused() -> None:
+    task = Regression()
+    task.run = "first try"  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"sets self\.run"):
+        check_contract(task)
+    task.run = RunFacts(rank=1)
+    check_contract(task)
+
+
+def test_another_module_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"the task is a Linear; .*trainer\.TaskModule"):
+        Trainer(max_steps=1).fit(nn.Linear(1, 1), train=samples(4))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments"), [("forward", 1), ("loss", 2), ("configure_optimizers", 0)]
+)
+def test_a_missing_method_is_named(method: str, arguments: int) -> None:
+    class Empty(TaskModule):
+        pass
+
+    with pytest.raises(NotImplementedError, match=f"Empty must define {method}"):
+        getattr(Empty(), method)(*[None] * arguments)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.zeros(5, 2),
+        (torch.zeros(5), torch.zeros(3)),
+        {"name": "x", "scalar": torch.tensor(1), "tokens": [torch.zeros(5, 1)]},
+        SimpleNamespace(tokens=torch.zeros(5)),
+    ],
+)
+def test_the_samples_of_a_batch_are_its_first_tensors_first_dimension(batch: Any) -> None:
+    assert first_dimension(batch) == 5
+
+
+def test_a_batch_without_tensors_needs_its_own_count() -> None:
+    with pytest.raises(ValueError, match=r"of type dict.*define batch_size"):
+        first_dimension({"names": ["a", "b"]})
