@@ -73,7 +73,7 @@ class Mine(Callback):
         ([partial(LearningRate)], r"of type functools\.partial"),
         ([{"_target_": "builtins.dict"}], r"callbacks\[0\] is a mapping"),
         ([{"_target_": "trainer.no.Such"}], r"callbacks\[0\] cannot be built.*trainer\.no\.Such"),
-        ([{**STOPPING, "patience": 0}], r"callbacks\[0\] cannot be built(.|\n)*patience must be"),
+        ([{**STOPPING, "patience": 0}], "patience must be"),
         ({"x": {**STOPPING, "patient": 1}}, r"callbacks\.x cannot be built(.|\n)*'patient'"),
         (True, r"callbacks is of type builtins\.bool"),
     ],

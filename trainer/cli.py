@@ -20,6 +20,7 @@ from trainer.composition import (
     register_configs,
 )
 from trainer.failures import RemoteTraceback
+from trainer.instantiate import build_node
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -78,7 +79,6 @@ def run(cfg: DictConfig | dict[str, Any]) -> Any:
     Raises:
         ValueError: For a mistake in the config.
     """
-    from hydra.utils import instantiate
     from omegaconf import DictConfig, OmegaConf
 
     from trainer.api import Trainer
@@ -92,8 +92,8 @@ def run(cfg: DictConfig | dict[str, Any]) -> Any:
     )  # before data and task: it seeds
     plain: Any = OmegaConf.to_container(cfg, resolve=True)
     trainer.run_config = {**plain, **trainer.run_config}  # what load_task builds a task from
-    data = instantiate(cfg.get("data"), _convert_="all")
-    task = instantiate(cfg.task, _convert_="all")
+    data = build_node(cfg.get("data"), "data")
+    task = build_node(cfg.task, "task")
 
     mode, ckpt_path = cfg.get("mode", "fit"), cfg.get("ckpt_path")
     if mode == "predict":

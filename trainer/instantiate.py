@@ -46,7 +46,7 @@ def _is_node(entry: Any) -> bool:
 
 
 def _build(entry: Any, kind: type[T], name: str) -> T:
-    built = _instantiate(entry, name) if _is_node(entry) else entry
+    built = build_node(entry, name) if _is_node(entry) else entry
     if isinstance(built, kind):
         return built
     needed = f"a trainer.{kind.__name__}"
@@ -63,11 +63,25 @@ def _build(entry: Any, kind: type[T], name: str) -> T:
     raise ValueError(f"{name} is {found}; it must be {needed}: {advice}")
 
 
-def _instantiate(node: Any, name: str) -> Any:
+def build_node(node: Any, name: str, **overrides: Any) -> Any:
+    """Build the object that a config node with a ``_target_`` stands for.
+
+    Args:
+        node: The node.
+        name: Where it stands in the config, for the message.
+        overrides: Arguments that replace those of the node.
+
+    Raises:
+        ValueError: If the target cannot be found or does not take the arguments. Other errors in it
+            are raised as they are.
+    """
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
 
     try:
-        return instantiate(node, _convert_="all")
+        return instantiate(node, _convert_="all", **overrides)
     except InstantiationException as error:
+        cause = error.__cause__
+        if isinstance(cause, Exception) and not isinstance(cause, ImportError | TypeError):
+            raise cause from None
         raise ValueError(f"{name} cannot be built: {error}") from error

@@ -11,6 +11,7 @@ from trainer.callbacks import Run
 from trainer.config import DEFAULT_GLOBAL_BATCH_SIZE, TrainerConfig
 from trainer.data import DataModule, evaluation_sets, prepare
 from trainer.evaluation import EvaluationSet, evaluate, predict
+from trainer.instantiate import build_node
 from trainer.loading import Batches, LoaderOptions, Source, open_source
 from trainer.manifest import find
 from trainer.plan import GlobalBatchPlan
@@ -115,9 +116,7 @@ class Session:
         """Build the strategy that the options name."""
         config = self.config
         if config.strategy != "ddp":
-            from hydra.utils import instantiate
-
-            built = instantiate(config.strategy)
+            built = build_node(config.strategy, "strategy")
             if not isinstance(built, Strategy):
                 raise ValueError(
                     f"strategy is a {type(built).__name__}; it must be `ddp` or a node whose "

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from trainer.instantiate import build_node
 from trainer.manifest import CONFIG, WEIGHTS, verified
 
 if TYPE_CHECKING:
@@ -96,7 +97,6 @@ def load_task(path: str | os.PathLike[str], **overrides: Any) -> TaskModule:
     Raises:
         ValueError: If the checkpoint is missing or damaged, or was not made from a config.
     """
-    from hydra.utils import instantiate
     from omegaconf import OmegaConf
 
     node = OmegaConf.select(OmegaConf.load(verified(Path(path), CONFIG)), "task")
@@ -105,7 +105,7 @@ def load_task(path: str | os.PathLike[str], **overrides: Any) -> TaskModule:
             f"{path} cannot build its task: its {CONFIG} has no task._target_ (the run was started "
             "from Python, not from a config); construct the task and call load_weights(task, path)"
         )
-    task: TaskModule = instantiate(node, _convert_="all", **overrides)
+    task: TaskModule = build_node(node, "task", **overrides)
     load_weights(task, path)
     return task
 
