@@ -1,13 +1,15 @@
-"""What a step costs beside a hand-written loop: ours, and that of other trainers.
+"""What a step costs beside a hand-written loop: with the Trainer, and with other trainers.
 
-    python -m benchmarks.overhead               # everything that is installed, plain tables
-    python -m benchmarks.overhead --markdown    # the tables of docs/performance.md
+    python -m benchmarks.overhead                  # whatever is installed; a few minutes
+    python -m benchmarks.overhead --markdown       # the tables of docs/performance.md
+    python -m benchmarks.overhead --clock wall     # on a machine that does nothing else
 
 A contestant trains for a short and for a long run, and the difference gives the time of a step:
-set-up, the last checkpoint and the like cancel, and nothing has to be hooked into anybody's loop.
-Contestants take turns, so that a change in the machine's load meets all of them; a figure is the
-median over the rounds, a ratio that of the ratios to the hand-written loop of the same round.
-Ranks are started once, by torchrun, and every contestant trains in the same ones.
+set-up, the last checkpoint and the like cancel, and nothing is hooked into anybody's loop.
+Contestants take turns, so that a change in the machine's load meets all of them. A figure is the
+median over the rounds; a ratio is the median of the ratios within a round. The clock counts the
+processor time of all threads, which other programs on the machine disturb less than the time on
+the wall. Two ranks are started once, by torchrun, and every contestant trains in the same two.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ import gc
 import importlib.util
 import io
 import itertools
-import json
 import logging
 import os
 import subprocess
@@ -28,20 +29,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from benchmarks.common import scratch, table
-from recipes.mnist import MnistData, MnistTask
+from recipes.mnist import Batch, Digits, MnistData, MnistTask
 from trainer import TaskModule, Trainer
 
-Batch = tuple[Tensor, Tensor]
+CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 
 
 class TinyTask(TaskModule):
@@ -61,7 +62,7 @@ class TinyTask(TaskModule):
         return F.cross_entropy(outputs, batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return plain SGD."""
+        """Return plain SGD, the cheapest there is."""
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
@@ -70,137 +71,166 @@ class ConvTask(MnistTask):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:  # type: ignore[override]
         """Return AdamW."""
-        return torch.optim.AdamW(self.parameters(), lr=self.learning_rate, fused=True)
+        return torch.optim.AdamW(self.parameters(), self.learning_rate, fused=True)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained, and for how long.
+    """What is trained, how long, and by whom.
 
     Attributes:
         name: For the table.
         task: Builds the net with its loss and optimizer.
-        samples: Inputs and labels, enough for the long run to be a part of one epoch.
+        data: The samples; the long run is a part of one epoch.
         batch_size: The global batch.
         steps: Of the short and of the long run.
+        contestants: Who trains.
     """
 
     name: str
     task: Callable[[], TaskModule]
-    samples: Batch
+    data: TensorDataset | Digits
     batch_size: int
     steps: tuple[int, int]
+    contestants: Sequence[str]
 
-    def dataset(self) -> Dataset[Any]:
-        """Return the samples as most people would hold them."""
-        return TensorDataset(*self.samples)
+    @property
+    def samples(self) -> Sequence[Tensor]:
+        """The inputs and the labels, whole."""
+        if isinstance(self.data, Digits):
+            return self.data.images, self.data.labels
+        return self.data.tensors
 
     def loader(self) -> DataLoader[Any]:
         """Return the loader of a hand-written loop, for this rank's share of each batch."""
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-        data = self.dataset()
-        if world_size == 1:
-            return DataLoader(data, self.batch_size, shuffle=True)
-        return DataLoader(data, self.batch_size // world_size, sampler=DistributedSampler(data))
+        sampler = DistributedSampler(self.data) if dist.is_initialized() else None
+        return DataLoader(
+            self.data,
+            self.batch_size // _world_size(),
+            shuffle=sampler is None,
+            sampler=sampler,
+            collate_fn=_as_it_is if isinstance(self.data, Digits) else None,
+        )
 
-
-Contestant = Callable[[Workload, int, Path], None]
+    def start(self) -> tuple[TaskModule, torch.optim.Optimizer]:
+        """Return a fresh net and its optimizer."""
+        task = self.task()
+        optimizer = task.configure_optimizers()
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        return task, optimizer
 
 
 def compute_alone(work: Workload, steps: int, folder: Path) -> None:
     """Repeat forward, backward and update with one batch."""
-    task = work.task()
-    optimizer = _optimizer(task)
-    batch = tuple(part[: work.batch_size] for part in work.samples)
+    task, optimizer = work.start()
+    inputs, labels = (part[: work.batch_size] for part in work.samples)
     for _ in range(steps):
         optimizer.zero_grad()
-        task.loss(task(batch), batch).backward()  # type: ignore[union-attr, no-untyped-call]
+        F.cross_entropy(task((inputs, labels)), labels).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
 
 def loop_over_tensors(work: Workload, steps: int, folder: Path) -> None:
-    """Take each batch out of the tensors in one call."""
-    task = work.task()
-    optimizer = _optimizer(task)
-    order = torch.randperm(len(work.samples[0])).split(work.batch_size)
+    """Take each batch out of the tensors by one index operation."""
+    task, optimizer = work.start()
+    order = torch.randperm(len(work.data)).split(work.batch_size)
     for indices in order[:steps]:
-        batch = tuple(part[indices] for part in work.samples)
+        inputs, labels = (part[indices] for part in work.samples)
         optimizer.zero_grad()
-        task.loss(task(batch), batch).backward()  # type: ignore[union-attr, no-untyped-call]
+        F.cross_entropy(task((inputs, labels)), labels).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
 
 def hand_written(work: Workload, steps: int, folder: Path) -> None:
-    """Loop over a DataLoader; with several ranks, over a DistributedSampler and DDP."""
-    task = work.task()
-    optimizer = _optimizer(task)
-    model: nn.Module = nn.parallel.DistributedDataParallel(task) if dist.is_initialized() else task
+    """Loop over a DataLoader; with several ranks, over a DistributedSampler's, with DDP."""
+    task, optimizer = work.start()
+    net: nn.Module = nn.parallel.DistributedDataParallel(task) if dist.is_initialized() else task
     for batch in itertools.islice(work.loader(), steps):
         optimizer.zero_grad()
-        F.cross_entropy(model(batch), batch[1]).backward()  # type: ignore[no-untyped-call]
+        F.cross_entropy(net(batch), batch[1]).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
 
-def trainer(work: Workload, steps: int, folder: Path) -> None:
+def trainer(work: Workload, steps: int, folder: Path, **options: Any) -> None:
     """Our Trainer as it comes: progress bar, metrics.jsonl, TensorBoard, checkpoints."""
-    _fit(work, steps, folder)
+    ours = Trainer(
+        accelerator="cpu",
+        global_batch_size=work.batch_size,
+        max_steps=steps,
+        num_threads=1,
+        run_dir=str(folder),
+        **options,
+    )
+    ours.fit(work.task(), train=work.data)
 
 
 def trainer_bare(work: Workload, steps: int, folder: Path) -> None:
     """Our Trainer without callbacks and loggers."""
-    _fit(work, steps, folder, callbacks=(), logger=())
+    trainer(work, steps, folder, callbacks=(), logger=())
 
 
-def lightning(work: Workload, steps: int, folder: Path) -> None:
-    """Lightning as it comes."""
-    _fit_lightning(work, steps, folder)
+def lightning(work: Workload, steps: int, folder: Path, **options: Any) -> None:
+    """Lightning as it comes: progress bar, logger, checkpoints."""
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch import Trainer as LightningTrainer
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.task, self.optimizer = work.start()
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return F.cross_entropy(self.task(batch), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return self.optimizer
+
+    theirs = LightningTrainer(
+        accelerator="cpu",
+        devices=_world_size(),
+        strategy="ddp" if dist.is_initialized() else "auto",
+        max_steps=steps,
+        default_root_dir=folder,
+        **options,
+    )
+    theirs.fit(Module(), work.loader())
 
 
 def lightning_bare(work: Workload, steps: int, folder: Path) -> None:
     """Lightning without progress bar, logger and checkpoints."""
-    _fit_lightning(
-        work,
-        steps,
-        folder,
-        enable_progress_bar=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-    )
+    names = ("enable_progress_bar", "logger", "enable_checkpointing", "enable_model_summary")
+    lightning(work, steps, folder, **dict.fromkeys(names, False))
 
 
 def fabric(work: Workload, steps: int, folder: Path) -> None:
-    """Lightning Fabric around a hand-written loop."""
+    """Lightning Fabric in a hand-written loop."""
     from lightning.fabric import Fabric
 
     tool = Fabric(accelerator="cpu", devices=1)
-    task = work.task()
-    model, optimizer = tool.setup(task, _optimizer(task))
+    net, optimizer = tool.setup(*work.start())
     for batch in itertools.islice(tool.setup_dataloaders(work.loader()), steps):
         optimizer.zero_grad()
-        tool.backward(F.cross_entropy(model(batch), batch[1]))
+        tool.backward(F.cross_entropy(net(batch), batch[1]))
         optimizer.step()
 
 
 def accelerate(work: Workload, steps: int, folder: Path) -> None:
-    """Accelerate around a hand-written loop."""
-    from accelerate import Accelerator
+    """Accelerate in a hand-written loop."""
+    from accelerate import Accelerator  # type: ignore[import-not-found]
 
     tool = Accelerator(cpu=True)
-    task = work.task()
-    model, optimizer, loader = tool.prepare(task, _optimizer(task), work.loader())
+    net, optimizer, loader = tool.prepare(*work.start(), work.loader())
     for batch in itertools.islice(loader, steps):
         optimizer.zero_grad()
-        tool.backward(F.cross_entropy(model(batch), batch[1]))
+        tool.backward(F.cross_entropy(net(batch), batch[1]))
         optimizer.step()
 
 
 def ignite(work: Workload, steps: int, folder: Path) -> None:
-    """An Ignite Engine around a hand-written step."""
-    from ignite.engine import Engine
+    """Ignite's Engine around a hand-written step."""
+    from ignite.engine import Engine  # type: ignore[import-not-found]
 
-    task = work.task()
-    optimizer = _optimizer(task)
+    task, optimizer = work.start()
 
     def step(engine: Any, batch: Any) -> None:
         optimizer.zero_grad()
@@ -210,114 +240,81 @@ def ignite(work: Workload, steps: int, folder: Path) -> None:
     Engine(step).run(work.loader(), max_epochs=1, epoch_length=steps)
 
 
-ONE_PROCESS: dict[str, tuple[str, Contestant]] = {
-    "compute alone": ("", compute_alone),
-    "loop over tensors": ("", loop_over_tensors),
-    "hand-written loop, DataLoader": ("", hand_written),
-    "Trainer, everything on": ("", trainer),
-    "Trainer, no callbacks or loggers": ("", trainer_bare),
-    "Fabric": ("lightning", fabric),
-    "Ignite": ("ignite", ignite),
-    "Accelerate": ("accelerate", accelerate),
-    "Lightning, no extras": ("lightning", lightning_bare),
-    "Lightning, defaults": ("lightning", lightning),
+REFERENCE = "hand-written loop"
+CONTESTANTS: dict[str, Callable[[Workload, int, Path], None]] = {
+    "compute alone": compute_alone,
+    "loop over tensors": loop_over_tensors,
+    REFERENCE: hand_written,
+    "Trainer, everything on": trainer,
+    "Trainer, no callbacks or loggers": trainer_bare,
+    "Fabric": fabric,
+    "Ignite": ignite,
+    "Accelerate": accelerate,
+    "Lightning, no extras": lightning_bare,
+    "Lightning, defaults": lightning,
 }
-REFERENCE = "hand-written loop, DataLoader"
-TWO_RANKS = (
-    REFERENCE,
-    "Trainer, everything on",
-    "Trainer, no callbacks or loggers",
-    "Lightning, no extras",
-    "Lightning, defaults",
-)
+PACKAGES = {"Ignite": "ignite", "Accelerate": "accelerate"}  # the others come with the project
+TRAINERS = [name for name in CONTESTANTS if name.partition(",")[0] in ("Trainer", "Lightning")]
 
 
-def _fit(work: Workload, steps: int, folder: Path, **options: Any) -> None:
-    Trainer(
-        accelerator="cpu",
-        global_batch_size=work.batch_size,
-        max_steps=steps,
-        num_threads=1,
-        run_dir=str(folder),
-        **options,
-    ).fit(work.task(), train=work.dataset())
+def workloads(scale: float, ranks: int) -> list[Workload]:
+    """Return what is measured.
+
+    Args:
+        scale: Stretches the runs.
+        ranks: On how many.
+    """
+    installed = [n for n in CONTESTANTS if importlib.util.find_spec(PACKAGES.get(n, "torch"))]
+    few = [REFERENCE, *TRAINERS]
+    tiny_steps = (round(100 * scale), round(900 * scale))
+    conv_steps = (round(4 * scale), round(24 * scale))
+    inputs = torch.randn(32 * (tiny_steps[1] + 1), 32)
+    labels = torch.randint(10, (len(inputs),))
+    samples, batches = TensorDataset(inputs, labels), Digits(inputs, labels)
+    conv = Workload("MNIST net, batch 128", ConvTask, MnistData().train, 128, conv_steps, few)
+    if ranks > 1:
+        tiny = Workload("tiny MLP, batch 32", TinyTask, samples, 32, tiny_steps, few)
+        return [tiny, conv]
+    name = "tiny MLP, batch 32, sample by sample"
+    tiny = Workload(name, TinyTask, samples, 32, tiny_steps, installed)
+    name = "tiny MLP, batch 32, loaded in one call"
+    ready = Workload(name, TinyTask, batches, 32, tiny_steps, installed)
+    return [tiny, ready, conv]
 
 
-def _fit_lightning(work: Workload, steps: int, folder: Path, **options: Any) -> None:
-    from lightning.pytorch import LightningModule
-    from lightning.pytorch import Trainer as LightningTrainer
-
-    class Module(LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.task = work.task()
-
-        def training_step(self, batch: Any, index: int) -> Any:
-            return self.task.loss(self.task(batch), batch)
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return _optimizer(self.task)
-
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    loader = DataLoader(work.dataset(), work.batch_size // world_size, shuffle=True)
-    LightningTrainer(
-        accelerator="cpu",
-        devices=world_size,
-        strategy="auto" if world_size == 1 else "ddp",
-        max_steps=steps,
-        default_root_dir=str(folder),
-        **options,
-    ).fit(Module(), loader)
-
-
-def _optimizer(task: TaskModule) -> torch.optim.Optimizer:
-    optimizer = task.configure_optimizers()
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    return optimizer
-
-
-def workloads(scale: float) -> list[Workload]:
-    """Return what is measured; ``scale`` stretches the runs."""
-    tiny = (round(200 * scale), round(1700 * scale))
-    conv = (round(5 * scale), round(45 * scale))
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(32 * (tiny[1] + 1), 32, generator=generator)
-    labels = torch.randint(10, (len(inputs),), generator=generator)
-    digits = MnistData().train
-    return [
-        Workload("tiny MLP, batch 32", TinyTask, (inputs, labels), 32, tiny),
-        Workload("MNIST net, batch 128", ConvTask, (digits.images, digits.labels), 128, conv),
-    ]
-
-
-def measure(work: Workload, names: Sequence[str], rounds: int) -> dict[str, list[float]]:
+def measure(work: Workload, rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
     """Return the seconds per step of each contestant in each round."""
-    found: dict[str, list[float]] = {name: [] for name in names}
+    found: dict[str, list[float]] = {name: [] for name in work.contestants}
+    short, long = work.steps
     for number in range(-1, rounds):
-        for name in names:
-            seconds = _seconds_per_step(ONE_PROCESS[name][1], work)
-            if number >= 0:  # the first round warms up
-                found[name].append(seconds)
+        for name in work.contestants:
+            seconds = [_seconds(CONTESTANTS[name], work, steps, clock) for steps in (short, long)]
+            if number >= 0:  # the round before the first one warms up
+                found[name].append((seconds[1] - seconds[0]) / (long - short))
     return found
 
 
-def _seconds_per_step(contestant: Contestant, work: Workload) -> float:
-    short, long = work.steps
-    return (_seconds(contestant, work, long) - _seconds(contestant, work, short)) / (long - short)
-
-
-def _seconds(contestant: Contestant, work: Workload, steps: int) -> float:
-    with scratch() as folder, _shown_to_nobody():
+def _seconds(
+    contestant: Callable[[Workload, int, Path], None],
+    work: Workload,
+    steps: int,
+    clock: Callable[[], float],
+) -> float:
+    with scratch() as own, _shown_to_nobody():
+        box = [own]
         gc.collect()
         if dist.is_initialized():
+            dist.broadcast_object_list(box)  # all ranks write to rank 0's folder, and start together
+        start = clock()
+        contestant(work, steps, box[0])
+        seconds = clock() - start
+        if dist.is_initialized():
             dist.barrier()
-        start = time.process_time()
-        contestant(work, steps, folder)
-        return time.process_time() - start
+        return seconds
 
 
 class _Terminal(io.StringIO):
-    """Makes progress bars draw."""
+    """Lets progress bars draw."""
 
     def isatty(self) -> bool:
         return True
@@ -330,35 +327,53 @@ def _shown_to_nobody() -> Iterator[None]:
         yield
 
 
-def report(work: Workload, found: dict[str, list[float]], markdown: bool) -> str:
+def report(work: Workload, found: dict[str, list[float]], ranks: int, markdown: bool) -> str:
     """Return the table of one workload."""
-    reference = found[REFERENCE]
     rows = []
     for name, seconds in found.items():
-        ratios = [a / b for a, b in zip(seconds, reference, strict=True)]
-        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        ratios = [a / b for a, b in zip(seconds, found[REFERENCE], strict=True)]
+        low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        spread = f"{low:.2f} to {high:.2f}"
         rows.append([name, f"{median(seconds) * 1e6:,.0f}", f"{median(ratios):.2f}", spread])
-    return table([work.name, "µs per step", "ratio", "over the rounds"], rows, markdown)
+    processes = "one process" if ranks == 1 else f"{ranks} ranks"
+    header = [f"{work.name}, {processes}", "µs per step", "ratio", "half of the rounds"]
+    return table(header, rows, markdown)
 
 
-def installed(names: Sequence[str]) -> list[str]:
-    """Return the contestants whose package can be imported."""
-    return [n for n in names if not (p := ONE_PROCESS[n][0]) or importlib.util.find_spec(p)]
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    """Measure and print: here, then again under torchrun."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds that count, after one more")
-    parser.add_argument("--scale", type=float, default=1.0, help="stretches the runs")
-    parser.add_argument("--only", help="a part of the names of the contestants to compare")
+    parser.add_argument("--rounds", type=int, default=7, help="that count, after one to warm up")
+    parser.add_argument("--scale", type=float, default=1.0, help="makes the runs longer")
+    parser.add_argument("--clock", choices=CLOCKS, default="cpu", help="what is counted")
     given = parser.parse_args()
+    is_rank = "TORCHELASTIC_RUN_ID" in os.environ
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    names = [n for n in installed(list(ONE_PROCESS)) if not given.only or given.only in n or n == REFERENCE]
-    for work in workloads(given.scale):
-        print(report(work, measure(work, names, given.rounds), given.markdown), "\n", flush=True)
+    if is_rank:
+        dist.init_process_group("gloo")
+    ranks = _world_size()
+    for work in workloads(given.scale, ranks):
+        found = measure(work, given.rounds, CLOCKS[given.clock])
+        if not is_rank or dist.get_rank() == 0:
+            print(report(work, found, ranks, given.markdown), end="\n\n", flush=True)
+    if is_rank:
+        dist.destroy_process_group()
+        return
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launcher, "-m", "benchmarks.overhead", *sys.argv[1:]]
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,49 @@
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8"))
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert not missing
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    linked = set(re.findall(r"\]\(docs/([\w.]+)\)", (ROOT / "README.md").read_text("utf-8")))
+    assert linked == {page.name for page in PAGES[1:]}
+
+
+def test_the_program_in_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    program = next(b for b in re.findall(r"```python\n(.*?)```", text, re.S) if "fit(" in b)
+    (tmp_path / "line.py").write_text(program, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "line.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    loss = float(done.stdout.splitlines()[-1].split()[0])
+    assert loss < 1e-3
+    assert "2 processes on this machine" in done.stdout
+
+
+def test_importing_the_package_loads_nothing_beside_torch_and_numpy() -> None:
+    program = (
+        "import sys, numpy, torch\n"
+        "before = set(sys.modules)\n"
+        "import trainer\n"
+        "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
+        "print(sorted(new - {'trainer'} - set(sys.stdlib_module_names)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]", done.stderr
