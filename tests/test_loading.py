@@ -135,9 +135,7 @@ def test_epochs_reach_everything_that_is_held():
     many.datasets = inner
     sampler, wrapped, plain = EpochSampler(), EpochSampler(), Epochs()
     by_name = {"a": Subset(EpochDataset(), [0]), "b": [EpochDataset()]}
-    root = Holder(
-        many=many, sampler=BatchSampler(sampler, 2, False), plain=plain, by_name=by_name
-    )
+    root = Holder(many=many, sampler=BatchSampler(sampler, 2, False), plain=plain, by_name=by_name)
     root.ring = root
     set_epoch(root, 3)
     found = [*inner, sampler, plain, by_name["a"].dataset, *by_name["b"]]

@@ -148,10 +148,8 @@ def test_a_stream_that_shuffles_by_chance_is_the_same_everywhere(play, workers):
     assert epochs[0] != epochs[1]
     # Also without knowing the epoch, as in evaluation.
     assert over_ranks(play, 2, make, 0) not in epochs
-    alone = made.pop(0)
     play(0, 1)
     assert steps(stream(Chance(11)), 1) == epochs[1]
-    del alone
 
 
 def test_micro_batches_say_what_they_are(play):

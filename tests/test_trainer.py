@@ -441,3 +441,40 @@ def test_the_best_weights_are_tested_and_the_last_ones_kept(tmp_path: Path) -> N
             torch.nn.functional.mse_loss(last(samples(8).tensors).detach(), samples(8).tensors[1])
         )
     )
+
+
+@pytest.mark.parametrize("validation", [{}, {"val": samples(4), "validate_every_n_epochs": None}])
+def test_a_schedule_that_no_validation_feeds_is_an_error(
+    validation: dict[str, Any], tmp_path: Path
+) -> None:
+    task = Regression(
+        lambda params: OptimizerSetup(
+            (optimizer := sgd(params)), ReduceLROnPlateau(optimizer), monitor="val/loss"
+        )
+    )
+    with pytest.raises(ValueError, match=r"monitors 'val/loss', but this fit has no validation"):
+        fit(task, tmp_path, train=samples(4), max_epochs=1, **validation)
+
+
+class RootAtZero(Regression):
+    """Its loss is finite and its gradient is not."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        return (outputs * 0).square().sum().sqrt()
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"at step 1 net\.0\.weight.* became NaN .*gradient"):
+        fit(RootAtZero(), tmp_path, train=samples(4), max_steps=1)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_matmul_precision_holds_for_the_fit_only(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    class Asking(Regression):
+        def on_fit_start(self) -> None:
+            seen.append(torch.get_float32_matmul_precision())
+
+    fit(Asking(), tmp_path, train=samples(4), max_steps=1, matmul_precision="medium")
+    assert (seen, torch.get_float32_matmul_precision()) == (["medium"], "highest")

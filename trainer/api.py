@@ -10,6 +10,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainer import distributed
 from trainer.callbacks import Callback, default_callbacks
 from trainer.config import TrainerConfig
@@ -80,7 +82,7 @@ class Trainer:
 
         Raises:
             ValueError: For a mistake in the task, the data or the options.
-            FloatingPointError: If the loss becomes NaN or infinite.
+            NotFiniteError: A ValueError: the loss or a weight became NaN or infinite.
         """
         self.config.check_limits()
         module = as_data_module(data, train=train, val=val, test=test)
@@ -146,13 +148,26 @@ class Trainer:
 
     def _launch(self, job: Callable[..., Any], task: TaskModule, *args: Any) -> Any:
         check_contract(task)
-        outcome = launch(_run_job, job, task, *args, config=self.config, where=self._where)
+        outcome = launch(self._on_rank, job, task, *args, config=self.config, where=self._where)
         if outcome is None:
             return None
         result, weights = outcome
         if weights is not None:  # the ranks were processes of their own
             task.load_state_dict(weights)
         return result
+
+    def _on_rank(
+        self, job: Callable[..., Any], task: TaskModule, *args: Any
+    ) -> tuple[Any, dict[str, Any] | None]:
+        """Run a job on a rank; return the weights too where the caller has a process of its own."""
+        matmul_precision = torch.get_float32_matmul_precision()
+        try:
+            torch.set_float32_matmul_precision(self.config.matmul_precision or matmul_precision)
+            result = job(task, *args)
+        finally:
+            torch.set_float32_matmul_precision(matmul_precision)
+            task.run = RunFacts()
+        return result, task.state_dict() if in_child() and distributed.rank() == 0 else None
 
     def _where(self) -> str:
         return f"step {self._state.step}"
@@ -191,12 +206,3 @@ class Trainer:
         if ckpt_path is not None:
             session.load(self._run_dir or Path(self.config.run_dir or "."), ckpt_path)
         return session
-
-
-def _run_job(job: Callable[..., Any], task: TaskModule, *args: Any) -> tuple[Any, Any]:
-    """Run one of the Trainer's jobs on a rank; its weights go back if the caller needs them."""
-    try:
-        result = job(task, *args)
-    finally:
-        task.run = RunFacts()
-    return result, task.state_dict() if in_child() and distributed.rank() == 0 else None

@@ -233,6 +233,11 @@ class TrainerConfig:
         config: TrainerConfig = _build(cls, options)
         return config
 
+    @property
+    def validates(self) -> bool:
+        """Whether a fit validates at all, given the data."""
+        return bool(self.validate_every_n_steps or self.validate_every_n_epochs)
+
     def check_limits(self) -> None:
         """Refuse to fit without an end.
 
@@ -248,8 +253,8 @@ class TrainerConfig:
     def _check_pairs(self) -> None:
         if self.static_graph and self.find_unused_parameters:
             raise ValueError(
-                "static_graph=true together with find_unused_parameters=true: a static graph finds "
-                "unused parameters by itself; leave find_unused_parameters=false"
+                "static_graph=true together with find_unused_parameters=true: a static graph "
+                "promises that every step uses every parameter; set one of them to false"
             )
         if self.sync_batchnorm and self.accelerator == "cpu":
             raise ValueError(

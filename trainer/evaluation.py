@@ -132,9 +132,9 @@ def evaluating(task: TaskModule, split: str, logbook: Logbook | None) -> Iterato
 def share_buffers(task: nn.Module) -> None:
     """Overwrite every rank's buffers (BatchNorm statistics) with rank 0's."""
     for buffer in task.buffers():
-        # A collective takes contiguous tensors only, and a buffer may be a view of another.
+        # A buffer may be a view with gaps, and gloo would fill those without a word.
         shared = distributed.broadcast_tensor(buffer.contiguous())
-        if shared is not buffer:
+        if shared is not buffer and not torch.equal(shared, buffer):
             buffer.copy_(shared)
 
 

@@ -18,6 +18,10 @@ from trainer import distributed
 FOLD_AFTER = 1024
 
 
+class NotFiniteError(ValueError, FloatingPointError):
+    """A loss or a weight became NaN or infinite."""
+
+
 class Logbook:
     """Weighted means over micro-batches and ranks since the last `reduce`."""
 
@@ -68,7 +72,7 @@ class Logbook:
             finite_loss: Whether a NaN or infinite loss is an error.
 
         Raises:
-            FloatingPointError: If a loss was NaN or infinite; the message says where.
+            NotFiniteError: If a loss was NaN or infinite; the message says where.
         """
         sums = {name: self._sum(name) for name in (*self._values, *self._folded)}
         means = self._share(sums)
@@ -87,7 +91,7 @@ class Logbook:
         Must be called on every rank.
 
         Raises:
-            FloatingPointError: If there was one; the message says where.
+            NotFiniteError: If there was one; the message says where.
         """
         bad = torch.tensor([0 if self._first_not_finite() is None else 1])
         if int(distributed.all_reduce_sum(bad)):
@@ -156,7 +160,7 @@ class Logbook:
             (r for r, place in enumerate(found) if place is not None), key=lambda r: found[r] or ()
         )
         step, position, count = found[rank] or (0, 0, 0)
-        raise FloatingPointError(
+        raise NotFiniteError(
             f"the loss became NaN or infinite first at step {step}, on rank {rank}, for the "
             f"samples at positions {position} to {position + count - 1} of the epoch. Nothing was "
             "saved since. Usual causes: a learning rate that is too high, a logarithm or division "

@@ -28,6 +28,18 @@ class Schedule:
         self._interval = None if setup.monitor else setup.interval or "step"
         self.rates = [group["lr"] for group in self._optimizer.param_groups]
 
+    def check_monitor(self, validates: bool) -> None:
+        """Refuse a schedule that follows a metric which no validation will measure.
+
+        Raises:
+            ValueError: If there is a monitor and ``validates`` is False.
+        """
+        if self._monitor is not None and not validates:
+            raise ValueError(
+                f"the scheduler monitors {self._monitor!r}, but this fit has no validation: give "
+                "validation data and validate_every_n_epochs or validate_every_n_steps"
+            )
+
     def after_step(self) -> None:
         """Note the rates that were used, and advance a schedule by steps."""
         self.rates = [group["lr"] for group in self._optimizer.param_groups]

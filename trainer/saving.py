@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import nn
+
 from trainer import distributed, manifest
 from trainer.callbacks import Run
 from trainer.checkpoint import CheckpointWriter, Snapshot, read_state
 from trainer.evaluation import share_buffers
+from trainer.logbook import NotFiniteError
 from trainer.session import Session
 
 
@@ -77,11 +80,15 @@ class Saver:
         """Start writing a checkpoint of this step, unless it has been saved already.
 
         Must be called on every rank.
+
+        Raises:
+            NotFiniteError: If a weight is NaN or infinite; nothing is written then.
         """
         if self._saved_step == self._view.step:
             return
         self._saved_step = self._view.step
         share_buffers(self._session.task)
+        check_finite(self._session.task, self._view.step)
         if self._writer is not None:
             self._writer.save(
                 Snapshot(
@@ -136,3 +143,18 @@ class Saver:
         by_epochs = epochs is not None and view.epoch >= epochs
         by_steps = steps is not None and view.step >= steps
         return view.epoch > 0 and (by_epochs or by_steps)
+
+
+def check_finite(task: nn.Module, step: int) -> None:
+    """Refuse weights that are NaN or infinite, as after a gradient that was, with a finite loss.
+
+    Raises:
+        NotFiniteError: Naming them; on every rank, for all ranks have the same weights.
+    """
+    bad = [name for name, p in task.named_parameters() if not bool(p.isfinite().all())]
+    if bad:
+        raise NotFiniteError(
+            f"at step {step} {', '.join(bad[:8])} became NaN or infinite, though the loss did not. "
+            "Nothing was saved since. A gradient must have been: of a square root or norm at 0, "
+            "say; detect_anomaly=true names the operation"
+        )

@@ -63,6 +63,7 @@ class Training:
             _logbook=self.logbook,
         )
         self.optimizer, self.schedule = configure_optimizer(task)
+        self.schedule.check_monitor(bool(self.val_sets) and config.validates)
         self.strategy = session.strategy()
         self.step_module = StepModule(task, self.logbook, self.train_metrics).to(session.device)
         parts: dict[str, Stateful] = {
@@ -81,6 +82,7 @@ class Training:
     def open(self) -> Iterator[None]:
         """Resume if asked to; open what rank 0 writes, and close it whatever happens."""
         self.saver.resume()
+        self.logged_step = self.state.step
         self.started = time.monotonic() - self.state.time_s
         with ExitStack() as stack:
             stack.callback(self.strategy.teardown)
@@ -106,7 +108,7 @@ class Training:
             each global batch:
                 each micro-batch of this rank:
                     forward, loss, backward        (gradients are reduced in the last one)
-                gradients: unscale, correct by the true weight
+                gradients: correct by the true weight, unscale
                 TaskModule.before_optimizer_step
                 clip, optimizer.step
                 TaskModule.after_optimizer_step
@@ -130,6 +132,7 @@ class Training:
             sanity = self.session.evaluation_sets("val", limit=config.num_sanity_val_steps)
             evaluate(task, sanity, "val", precision, device)
 
+        self.stop_at_limit()
         while self.stop_reason is None:
             task.on_epoch_start()
             self.wrap()
@@ -148,8 +151,8 @@ class Training:
                     continue
 
                 self.gradients.check()
-                scaler.unscale_(self.optimizer)
                 if self.gradients.correct(scaler.get_scale()):
+                    scaler.unscale_(self.optimizer)
                     task.before_optimizer_step()
                     self.gradients.clip(config.gradient_clip_norm)
                     if scaler.is_enabled():
@@ -157,7 +160,7 @@ class Training:
                     else:
                         self.optimizer.step()
                     task.after_optimizer_step()
-                scaler.update()
+                    scaler.update()
                 self.gradients.clear()
                 self.schedule.after_step()
 
@@ -207,9 +210,14 @@ class Training:
             self.save()
         if log or validate or save:
             self.obey()
-        if step == config.max_steps:
+        self.stop_at_limit()
+
+    def stop_at_limit(self) -> None:
+        """End the run where ``max_steps`` or ``max_epochs`` says so."""
+        config, state = self.config, self.state
+        if config.max_steps is not None and state.step >= config.max_steps:
             self.stop_reason = f"max_steps={config.max_steps} reached"
-        elif self.state.epoch == config.max_epochs:
+        elif config.max_epochs is not None and state.epoch >= config.max_epochs:
             self.stop_reason = f"max_epochs={config.max_epochs} reached"
 
     def log(self) -> None:
@@ -273,7 +281,7 @@ class Training:
     def finish(self, test_best: bool) -> FitResult:
         """Measure and save the end, test the best weights if asked to, and sum up."""
         self.log()
-        if self.config.validate_every_n_epochs or self.config.validate_every_n_steps:
+        if self.config.validates:
             self.validate()
         self.save()
         self.saver.close()

@@ -358,7 +358,8 @@ class WithBuffers(Measured):
         super().__init__(build=dict)
         self.norm = nn.BatchNorm1d(1)
         self.dropout = nn.Dropout()
-        self.register_buffer("turned", torch.full((2, 3), float(distributed.rank())).t())
+        self.register_buffer("gaps", (torch.arange(6) + 10 * distributed.rank())[::2])
+        self.register_buffer("expanded", torch.zeros(1).expand(3))
         self.register_buffer("flag", torch.tensor(distributed.rank() == 0))
         self.norm.running_mean.fill_(distributed.rank())
         self.modes: list[Any] = []
@@ -387,7 +388,8 @@ def test_buffers_are_rank_0s_and_modes_come_back() -> None:
     for values, state, modes, seen, split in every:
         assert values["test/loss"] == pytest.approx(float(((normed - label) ** 2).mean()), rel=1e-5)
         assert state["norm.running_mean"] == [0]
-        assert state["turned"] == [[0, 0]] * 3
+        assert state["gaps"] == [0, 2, 4]
+        assert state["expanded"] == [0, 0, 0]
         assert state["flag"] is True
         assert modes == (True, False, True)
         assert seen == {("test", False, False, "own")}

@@ -27,6 +27,7 @@ from trainer import distributed
 from trainer.logbook import Logbook
 from trainer.step import StepModule
 from trainer.strategies import DDPStrategy
+from trainer.task import RunFacts
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -101,6 +102,40 @@ def test_unused_parameters_are_left_alone_where_that_is_allowed(
 def test_unused_parameters_are_named_with_the_option(world_size: int, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"spare\.weight, spare\.bias.*find_unused_parameters"):
         fit_on(world_size, WithSpare(), tmp_path, train=samples(8), max_epochs=1)
+
+
+class Lopsided(Regression):
+    """Uses its spare layer on the first rank only."""
+
+    def __init__(self) -> None:
+        super().__init__(adamw)
+        self.spare = nn.Linear(5, 1).double()
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        hidden = self.net[1](self.net[0](batch[0]))
+        outputs = self.net[2](hidden)
+        if self.run.rank == 0:
+            outputs = outputs + self.spare(hidden)
+        return outputs.squeeze(1)
+
+
+def test_a_parameter_that_one_rank_does_not_use(tmp_path: Path) -> None:
+    data = {"train": samples(8), "global_batch_size": 4, "max_epochs": 2}
+    with pytest.raises(ValueError, match=r"no gradient for spare\.weight.*find_unused"):
+        fit_on(2, Lopsided(), tmp_path / "refused", **data)
+    found, expected = Lopsided(), Lopsided()
+    expected.load_state_dict(found.state_dict())
+    fit_on(2, found, tmp_path / "allowed", find_unused_parameters=True, **data)
+    optimizer = expected.configure_optimizers()
+    x, y = samples(8).tensors
+    for start in (0, 4) * 2:
+        optimizer.zero_grad()
+        for rank in (0, 1):  # each has half of the batch
+            expected.run = RunFacts(rank=rank)
+            mine = slice(start + 2 * rank, start + 2 * rank + 2)
+            (expected.loss(expected((x[mine],)), (x[mine], y[mine])) / 2).backward()
+        optimizer.step()
+    assert_same(found, expected)
 
 
 class Thawing(Regression):
