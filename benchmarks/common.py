@@ -19,7 +19,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool) 
     """Return a table with its columns lined up: of Markdown, or plain."""
     lines = [header, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
+    padded = [
+        [cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines
+    ]
     if not markdown:
         return "\n".join("  ".join(line).rstrip() for line in padded)
     rule = ["-" * width for width in widths]

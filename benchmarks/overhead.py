@@ -304,7 +304,9 @@ def _seconds(
         box = [own]
         gc.collect()
         if dist.is_initialized():
-            dist.broadcast_object_list(box)  # all ranks write to rank 0's folder, and start together
+            dist.broadcast_object_list(
+                box
+            )  # all ranks write to rank 0's folder, and start together
         start = clock()
         contestant(work, steps, box[0])
         seconds = clock() - start

@@ -115,6 +115,11 @@ def test_loader_workers_change_nothing(play, kind, workers):
     assert over_ranks(play, 2, lambda: stream(kind(11), workers=workers)) == split(11, 4)
 
 
+def test_workers_of_a_stream_can_be_fresh_processes(play):
+    batches = stream(DataLoader(Numbers(5), 4, num_workers=1, multiprocessing_context="spawn"))
+    assert steps(batches) == [[0, 1, 2, 3], [4]]
+
+
 def test_a_worker_init_function_that_splits_changes_nothing(play):
     def split_stream(worker_id):
         info = get_worker_info()

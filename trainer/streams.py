@@ -140,7 +140,9 @@ class _Stream(IterableDataset[list[MicroBatch]]):
         self.limit = limit
         self.place = (0, 1)  # this loader worker's number, and how many there are
         self._plan = plan
-        self._options = options
+        self._seed = options.seed
+        # Workers get a copy of what is kept here: of the task, for ready batches only.
+        self._count = options.count if self._yields_batches else len
         self._pass = -1
         # Told now: a worker process has no process group to ask.
         self._rank = distributed.rank()
@@ -165,7 +167,7 @@ class _Stream(IterableDataset[list[MicroBatch]]):
             if number == self.limit:
                 return
             # Everyone who reads the stream has to draw the same: it may shuffle by chance.
-            _seed_generators(stream_key(self._options.seed, self._pass, number))
+            _seed_generators(stream_key(self._seed, self._pass, number))
             found = next(batches, None)
             if found is None:
                 return
@@ -178,7 +180,7 @@ class _Stream(IterableDataset[list[MicroBatch]]):
         items = iter(self.source.dataset)
         if self._yields_batches:
             for batch in map(self.source.collate, items):
-                if size := self._options.count(batch):
+                if size := self._count(batch):
                     yield batch, size
             return
         while samples := list(itertools.islice(items, self.global_batch_size)):
