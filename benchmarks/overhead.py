@@ -103,7 +103,9 @@ class Workload:
 
     def loader(self) -> DataLoader[Any]:
         """Return the loader of a hand-written loop, for this rank's share of each batch."""
-        sampler = DistributedSampler(self.data) if dist.is_initialized() else None
+        sampler: DistributedSampler[Any] | None = None
+        if dist.is_initialized():
+            sampler = DistributedSampler(self.data)
         return DataLoader(
             self.data,
             self.batch_size // _world_size(),
@@ -133,8 +135,8 @@ def compute_alone(work: Workload, steps: int, folder: Path) -> None:
 def loop_over_tensors(work: Workload, steps: int, folder: Path) -> None:
     """Take each batch out of the tensors by one index operation."""
     task, optimizer = work.start()
-    order = torch.randperm(len(work.data)).split(work.batch_size)
-    for indices in order[:steps]:
+    order = torch.randperm(len(work.data))[: steps * work.batch_size]
+    for indices in order.view(steps, work.batch_size):
         inputs, labels = (part[indices] for part in work.samples)
         optimizer.zero_grad()
         F.cross_entropy(task((inputs, labels)), labels).backward()  # type: ignore[no-untyped-call]

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks.common import scratch, table
 from recipes.mnist import Batch, Digits, MnistData, MnistTask
@@ -85,7 +85,7 @@ def by_plain_loop(length: Length) -> Outcome:
 def by_ddp(length: Length, world_size: int) -> Outcome:
     """Train on ``world_size`` processes with hand-written DDP over gloo."""
     with scratch() as folder:
-        mp.spawn(_ddp_rank, (world_size, length, folder), nprocs=world_size)  # type: ignore[no-untyped-call]
+        spawn(_ddp_rank, (world_size, length, folder), nprocs=world_size)  # type: ignore[no-untyped-call]
         losses, weights = torch.load(folder / "outcome.pt")
     return Outcome(losses, weights)
 
@@ -105,7 +105,7 @@ def _ddp_rank(rank: int, world_size: int, length: Length, folder: Path) -> None:
         if len(labels):
             # DDP averages over the ranks, so this makes the mean over the samples of all of them.
             loss = F.cross_entropy(ddp((images, labels)), labels)
-            (loss * (len(labels) * world_size / count)).backward()
+            (loss * (len(labels) * world_size / count)).backward()  # type: ignore[no-untyped-call]
         else:
             loss = torch.zeros(())
             # DDP waits for this rank's gradients too: zeros, out of a sample that does not count.
@@ -162,7 +162,9 @@ def _first_images(length: Length) -> Digits:
 def _global_batches(length: Length) -> Iterator[Batch]:
     digits = _first_images(length)
     for epoch in range(length.epochs):
-        for indices in epoch_order(len(digits), SEED, epoch, shuffle=True).split(BATCH_SIZE):
+        order = epoch_order(len(digits), SEED, epoch, shuffle=True)
+        for start in range(0, len(order), BATCH_SIZE):
+            indices = order[start : start + BATCH_SIZE]
             yield digits.images[indices], digits.labels[indices]
 
 
@@ -189,18 +191,24 @@ class Comparison:
         """Whether the bound is kept; NaN keeps none."""
         if self.bound is None:
             return True
-        return self.bits if self.bound == EQUAL_BITS else max(self.loss, self.weight) <= self.bound
+        if self.bound == EQUAL_BITS:
+            return self.bits
+        return self.loss <= self.bound and self.weight <= self.bound
 
 
 def compare(what: str, one: Outcome, other: Outcome, bound: float | None) -> Comparison:
     """Compare step by step and weight by weight."""
     assert one.weights.keys() == other.weights.keys()
-    pairs = [(one.weights[name], other.weights[name]) for name in one.weights]
+    assert len(one.losses) == len(other.losses)
+    losses = [torch.tensor(it.losses, dtype=torch.float64) for it in (one, other)]
+    pairs = [losses, *((one.weights[name], other.weights[name]) for name in one.weights)]
+    # Torch's maximum, and not Python's, is NaN where one of the numbers is.
+    loss, *weights = torch.stack([(a - b).abs().max().double() for a, b in pairs])
     return Comparison(
         what,
-        loss=max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True)),
-        weight=max(float((a - b).abs().max()) for a, b in pairs),
-        bits=one.losses == other.losses and all(torch.equal(a, b) for a, b in pairs),
+        loss=float(loss),
+        weight=float(torch.stack(weights).max()),
+        bits=all(torch.equal(a, b) for a, b in pairs),
         bound=bound,
     )
 

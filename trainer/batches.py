@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from trainer import distributed
+from trainer.fetching import Fetch, Request
 from trainer.loading import (
     Batches,
     LoaderOptions,
@@ -139,17 +140,6 @@ def evaluation_batches(
     return _EvaluationBatches(source, mine, position, options)
 
 
-class Request(NamedTuple):
-    """A micro-batch that is still to be loaded: its ``indices`` instead of its batch."""
-
-    indices: Sequence[int]
-    position: int
-    number: int
-    global_size: int
-    is_last: bool
-    epoch: int
-
-
 class IndexedBatches(Batches):
     """Micro-batches of a dataset with indices, cut by the plan out of lists of indices."""
 
@@ -173,7 +163,7 @@ class IndexedBatches(Batches):
         self._global_batches = global_batches
         self._source = source
         self._requests = _Requests()
-        self._loader = data_loader(_Fetch(source), options, source.loader, sampler=self._requests)
+        self._loader = data_loader(Fetch(source), options, source.loader, sampler=self._requests)
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of one epoch, from global batch ``start_step`` on."""
@@ -333,7 +323,7 @@ class _EvaluationBatches(Batches):
         self._chunks = chunks
         self._num_samples = num_samples
         self._requests = _Requests()
-        self._loader = data_loader(_Fetch(source), options, source.loader, sampler=self._requests)
+        self._loader = data_loader(Fetch(source), options, source.loader, sampler=self._requests)
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[MicroBatch]:
         self._requests.next_epoch = (
@@ -356,52 +346,6 @@ class _Requests(Sampler[Request]):
         return self.next_epoch
 
 
-class _Fetch(Dataset[MicroBatch]):
-    """Loads what a request asks for; runs in the rank's process or in a loader worker."""
-
-    def __init__(self, source: Source) -> None:
-        self.source = source._replace(loader=None)  # workers need no copy of it
-        self._dataset = source.dataset
-        self._epoch = 0
-
-    def __getitem__(self, request: Request) -> MicroBatch:
-        if request.epoch != self._epoch:
-            # A worker that lives through several epochs has its own copy of the dataset.
-            set_epoch(self._dataset, request.epoch)
-            self._epoch = request.epoch
-        indices = list(request.indices)
-        batch = self._load(indices) if indices else None
-        return MicroBatch(batch, len(indices), *request[1:5])
-
-    def _load(self, indices: list[int]) -> Any:
-        if callable(getattr(self._dataset, "__getitems__", None)):
-            samples = self._get_items(indices)
-            # Anything but a list is a batch that is collated already.
-            return self.source.collate(samples) if isinstance(samples, list) else samples
-        return self.source.collate([self._get_item(index) for index in indices])
-
-    def _get_item(self, index: int) -> Any:
-        try:
-            return self._dataset[index]
-        except Exception as error:
-            raise _item_error(self._dataset, index, error) from error
-
-    def _get_items(self, indices: list[int]) -> Any:
-        try:
-            return self._dataset.__getitems__(indices)
-        except Exception as error:
-            for index in indices:
-                try:
-                    self._dataset.__getitems__([index])
-                except Exception as alone:
-                    raise _item_error(self._dataset, index, alone) from alone
-            name = type(self._dataset).__name__
-            raise ValueError(
-                f"{name}.__getitems__ raised {type(error).__name__}: {error} for the indices "
-                f"{indices}, though for none of them alone"
-            ) from error
-
-
 def _sampler_batches(loader: DataLoader[Any]) -> Iterator[list[int]]:
     batch_sampler = cast(Iterable[Sequence[int]], loader.batch_sampler)
     # Plain numbers travel and print best; an index may also be a key of another kind.
@@ -411,10 +355,3 @@ def _sampler_batches(loader: DataLoader[Any]) -> Iterator[list[int]]:
 
 def _is_first() -> bool:
     return distributed.rank() == 0
-
-
-def _item_error(dataset: Any, index: int, error: Exception) -> ValueError:
-    return ValueError(
-        f"{type(dataset).__name__}[{index}] raised {type(error).__name__}: {error}; repair or "
-        f"leave out the sample with index {index} (len() of the dataset: {length(dataset)})"
-    )

@@ -204,7 +204,11 @@ def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
 def broadcast_tensor(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
     """Overwrite ``tensor`` with rank ``src``'s, in place."""
     if world_size() > 1:
-        dist.broadcast(tensor, src=src)
+        # Into a tensor with gaps gloo would write wrong values without a word.
+        whole = tensor.contiguous()
+        dist.broadcast(whole, src=src)
+        if whole is not tensor and not torch.equal(whole, tensor):
+            tensor.copy_(whole)
     return tensor
 
 

@@ -66,7 +66,7 @@ def evaluate(
                 if value is not None:
                     logbook.add_loss(value, weight, is_total=isinstance(loss, WeightedLoss))
                 task.update_metrics(set_metrics, outputs, batch)
-            found = {**logbook.reduce(finite_loss=False), **metrics.compute(set_metrics)}
+            found = metrics.merged(logbook.reduce(finite_loss=False), metrics.compute(set_metrics))
         values.update({f"{prefix}/{name}": value for name, value in found.items()})
     return values
 
@@ -132,10 +132,7 @@ def evaluating(task: TaskModule, split: str, logbook: Logbook | None) -> Iterato
 def share_buffers(task: nn.Module) -> None:
     """Overwrite every rank's buffers (BatchNorm statistics) with rank 0's."""
     for buffer in task.buffers():
-        # A buffer may be a view with gaps, and gloo would fill those without a word.
-        shared = distributed.broadcast_tensor(buffer.contiguous())
-        if shared is not buffer and not torch.equal(shared, buffer):
-            buffer.copy_(shared)
+        distributed.broadcast_tensor(buffer)
 
 
 def _make_output_dir(folder: Path) -> None:

@@ -6,7 +6,7 @@ with indices are cut in ``batches.py``, iterable ones in ``streams.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -148,8 +148,11 @@ def data_loader(
     options: LoaderOptions,
     user: DataLoader[Any] | None,
     sampler: Sampler[Any] | None = None,
-) -> DataLoader[Any]:
+) -> Iterable[Any]:
     """Return torch's loader for ``dataset``, whose items are ready as they are.
+
+    Where neither workers nor page-locked memory are wanted there is nothing left for torch's
+    loader to do, and the items are fetched directly.
 
     Args:
         dataset: Yields or fetches `MicroBatch` objects.
@@ -166,6 +169,8 @@ def data_loader(
             "multiprocessing_context": user.multiprocessing_context,
             "prefetch_factor": user.prefetch_factor,
         }
+    if sampler is not None and not own["num_workers"] and not own["pin_memory"]:
+        return _InProcess(dataset, sampler)
     # Loader workers are seeded from here: apart from the global generator, and unlike on each rank.
     generator = torch.Generator().manual_seed(stream_key(options.seed, distributed.rank()))
     return DataLoader(
@@ -179,6 +184,17 @@ def data_loader(
         persistent_workers=own["num_workers"] > 0 and sampler is not None,
         **own,
     )
+
+
+class _InProcess:
+    """Fetches what a sampler asks for, in this process."""
+
+    def __init__(self, dataset: Dataset[Any], sampler: Sampler[Any]) -> None:
+        self._dataset = dataset
+        self._sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._dataset.__getitem__, self._sampler)
 
 
 class _WorkerInit:

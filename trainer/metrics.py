@@ -65,6 +65,20 @@ def compute(metrics: Metrics) -> dict[str, float]:
     return distributed.broadcast_object(values)
 
 
+def merged(logged: Mapping[str, float], computed: Mapping[str, float]) -> dict[str, float]:
+    """Put logged values and metrics together.
+
+    Raises:
+        ValueError: If a name is used for both.
+    """
+    twice = sorted(logged.keys() & computed.keys())
+    if twice:
+        raise ValueError(
+            f"{', '.join(twice)} is both logged and a metric of build_metrics; rename one of them"
+        )
+    return {**logged, **computed}
+
+
 def _compute(name: str, metric: Any, parts: list[Metric], states: list[Any]) -> dict[str, float]:
     """On rank 0: put the combined states in, compute, and put this rank's own states back."""
     own = [_state(part) for part in parts]

@@ -14,7 +14,7 @@ from trainer.evaluation import EvaluationSet, evaluate, predict
 from trainer.instantiate import build_node
 from trainer.loading import Batches, LoaderOptions, Source, open_source
 from trainer.manifest import find
-from trainer.plan import GlobalBatchPlan
+from trainer.plan import GlobalBatchPlan, ceil_div
 from trainer.precision import Precision
 from trainer.state import TrainState
 from trainer.strategies import DDPStrategy, Strategy
@@ -38,6 +38,8 @@ class Session:
         self.device = distributed.device(distributed.accelerator(config.accelerator))
         self.precision = Precision(config.precision, self.device)
         self._data = data
+        self._found: dict[str, dict[str, Any]] = {}  # evaluation data by split, asked for once
+        self._train_batch_size: int | None = None
         self._options = LoaderOptions(
             num_workers=config.num_workers,
             pin_memory=self.device.type == "cuda"
@@ -62,7 +64,7 @@ class Session:
         source = open_source(self._data.train_dataset(), self._data.collate_fn, "train")
         plan = GlobalBatchPlan(self._global_batch_size(source), config.micro_batch_size)
         world_size = distributed.world_size()
-        size = plan.global_batch_size
+        size = self._train_batch_size = plan.global_batch_size
         if size is not None and size < world_size:
             raise ValueError(
                 f"global_batch_size={size} is smaller than the world size of {world_size}, so some "
@@ -90,12 +92,14 @@ class Session:
             limit: At most so many global batches; None for ``limit_<split>_batches``.
         """
         limit = limit or getattr(self.config, f"limit_{split}_batches")
+        if split not in self._found:
+            self._found[split] = evaluation_sets(self._data, split)
         return {
             prefix: EvaluationSet(
                 self._evaluation_batches(found, prefix, limit),
                 metrics.place(self.task.build_metrics(split), self.device),
             )
-            for prefix, found in evaluation_sets(self._data, split).items()
+            for prefix, found in self._found[split].items()
         }
 
     def predict_batches(self) -> Batches:
@@ -186,7 +190,8 @@ class Session:
         config = self.config
         source = open_source(found, self._data.collate_fn, name)
         own = None if source.loader is None else source.batch_size
-        size = own or config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
+        in_training = self._train_batch_size or config.global_batch_size
+        size = own or in_training or DEFAULT_GLOBAL_BATCH_SIZE
         plan = GlobalBatchPlan(size, config.eval_batch_size or config.micro_batch_size)
         return evaluation_batches(source, plan, self._options, limit=limit)
 
@@ -206,6 +211,13 @@ class Session:
         """Refuse options that cannot work with the way global batches are cut."""
         world_size, size = distributed.world_size(), plan.global_batch_size
         steps = None if size is None else plan.accumulation_steps(size, world_size)
+        if size is not None and not plan.cut(size, world_size - 1, world_size):
+            idle = sum(not plan.cut(size, rank, world_size) for rank in range(world_size))
+            if distributed.rank() == 0:
+                print(
+                    f"note: micro_batch_size={plan.micro_batch_size} leaves {idle} of {world_size} "
+                    f"ranks without samples; {ceil_div(size, world_size)} would give each a share"
+                )
         if self.config.static_graph and world_size > 1 and steps != 1:
             raise ValueError(
                 f"static_graph=true with {steps} micro-batches per step and rank: DDP cannot "

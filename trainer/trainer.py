@@ -225,7 +225,7 @@ class Training:
         if self.logged_step == self.state.step:
             return
         self.logged_step = self.state.step
-        means = {**self.logbook.reduce(), **metrics.compute(self.train_metrics)}
+        means = metrics.merged(self.logbook.reduce(), metrics.compute(self.train_metrics))
         values = {f"train/{name}": value for name, value in means.items()}
         self.view.learning_rates = self.schedule.named_rates()
         self.view.record(values)

@@ -1,0 +1,1 @@
+"""Measurements beside hand-written loops and other trainers."""
