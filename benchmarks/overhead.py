@@ -268,7 +268,7 @@ def workloads(scale: float, ranks: int) -> list[Workload]:
     """
     installed = [n for n in CONTESTANTS if importlib.util.find_spec(PACKAGES.get(n, "torch"))]
     few = [REFERENCE, *TRAINERS]
-    tiny_steps = (round(100 * scale), round(900 * scale))
+    tiny_steps = (round(100 * scale), round(700 * scale))
     conv_steps = (round(4 * scale), round(24 * scale))
     inputs = torch.randn(32 * (tiny_steps[1] + 1), 32)
     labels = torch.randint(10, (len(inputs),))
@@ -277,10 +277,11 @@ def workloads(scale: float, ranks: int) -> list[Workload]:
     if ranks > 1:
         tiny = Workload("tiny MLP, batch 32", TinyTask, samples, 32, tiny_steps, few)
         return [tiny, conv]
-    name = "tiny MLP, batch 32, sample by sample"
+    name = "tiny MLP, batch 32, TensorDataset"
     tiny = Workload(name, TinyTask, samples, 32, tiny_steps, installed)
-    name = "tiny MLP, batch 32, loaded in one call"
-    ready = Workload(name, TinyTask, batches, 32, tiny_steps, installed)
+    name = "tiny MLP, batch 32, ready batches"
+    light = [n for n in installed if n not in TRAINERS or n.startswith("Trainer")]
+    ready = Workload(name, TinyTask, batches, 32, tiny_steps, light)
     return [tiny, ready, conv]
 
 
@@ -358,7 +359,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
-    parser.add_argument("--rounds", type=int, default=7, help="that count, after one to warm up")
+    parser.add_argument("--rounds", type=int, default=5, help="that count, after one to warm up")
     parser.add_argument("--scale", type=float, default=1.0, help="makes the runs longer")
     parser.add_argument("--clock", choices=CLOCKS, default="cpu", help="what is counted")
     given = parser.parse_args()

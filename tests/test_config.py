@@ -96,7 +96,10 @@ def test_accepted(given: dict[str, Any], kept: Any) -> None:
             {"strategy": "ddp_find_unused_parameters_true"},
             "set strategy=ddp and find_unused_parameters=true",
         ),
-        ({"static_graph": True, "find_unused_parameters": True}, "promises that every step uses every parameter"),
+        (
+            {"static_graph": True, "find_unused_parameters": True},
+            "that every step uses every parameter",
+        ),
         ({"sync_batchnorm": True, "accelerator": "cpu"}, "works on CUDA only"),
         ({"num_nodes": 2, "launcher": "self"}, "torchrun or srun on every machine"),
     ],

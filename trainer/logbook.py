@@ -99,7 +99,7 @@ class Logbook:
 
     def _append(self, name: str, value: Any, weight: torch.Tensor | float) -> None:
         values = self._values[name]
-        values.append(value.detach() if isinstance(value, torch.Tensor) else float(value))
+        values.append(_scalar(value) if isinstance(value, torch.Tensor) else float(value))
         self._weights[name].append(weight)
         if len(values) >= FOLD_AFTER:
             self._fold(name)
@@ -169,7 +169,12 @@ class Logbook:
 
 
 def _stack(values: list[Any]) -> torch.Tensor:
-    device = next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device("cpu"))
-    if all(isinstance(v, torch.Tensor) for v in values):
-        return torch.stack([v.reshape(()) for v in values]).to(torch.float64)
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if len(tensors) == len(values):
+        return torch.stack(tensors).to(torch.float64)
+    device = tensors[0].device if tensors else torch.device("cpu")
     return torch.tensor([float(v) for v in values], dtype=torch.float64, device=device)
+
+
+def _scalar(value: torch.Tensor) -> torch.Tensor:
+    return value.detach() if value.dim() == 0 else value.detach().reshape(())

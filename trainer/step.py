@@ -60,15 +60,15 @@ class StepModule(nn.Module):
         Raises:
             ValueError: If ``loss`` returns something that cannot be trained on.
         """
-        world_size = distributed.world_size()
+        task, world_size = self.task, distributed.world_size()
         loss = None
         extra: torch.Tensor | float
         if batch is not None:
-            outputs = self.task(batch)
-            loss = self.task.loss(outputs, batch)
+            outputs = task(batch)
+            loss = task.loss(outputs, batch)
             if self._metrics:
                 with torch.no_grad():
-                    self.task.update_metrics(self._metrics, detached(outputs), batch)
+                    task.update_metrics(self._metrics, detached(outputs), batch)
         value, weight = weigh(loss, num_samples, needs_grad=True)
         if value is None:
             value = self._zero()

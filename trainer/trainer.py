@@ -264,12 +264,14 @@ class Training:
 
     def obey(self) -> None:
         """Do what rank 0's callbacks asked for, on all ranks at the same step."""
-        reason, save = distributed.broadcast_object(self.view.take_requests())
+        reason, save = self.view.take_requests()
+        requests = torch.tensor([reason is not None, save])
+        stop, save = distributed.broadcast_tensor(requests).tolist()
         if save:
             self.save()
         self.announce_saved()
-        if reason is not None:
-            self.stop_reason = reason
+        if stop:
+            self.stop_reason = distributed.broadcast_object(reason)
 
     def announce_saved(self) -> None:
         """Tell callbacks of the checkpoints that were completed since the last time."""
