@@ -5,8 +5,8 @@ from trainer.callbacks import Callback
 from trainer.cli import hydra_main, run
 from trainer.data import DataModule
 from trainer.loggers import Logger
+from trainer.run import FitResult
 from trainer.seeding import seed_everything
-from trainer.state import FitResult
 from trainer.task import OptimizerSetup, TaskModule, WeightedLoss
 from trainer.weights import load_task, load_weights
 

@@ -19,9 +19,10 @@ from trainer.data import DataModule, as_data_module
 from trainer.instantiate import instantiate_all
 from trainer.launcher import in_child, launch
 from trainer.loggers import Logger, default_loggers
+from trainer.run import FitResult
 from trainer.seeding import seed_everything
 from trainer.session import Session
-from trainer.state import FitResult, TrainState
+from trainer.state import TrainState
 from trainer.task import RunFacts, TaskModule, check_contract
 from trainer.trainer import Training
 

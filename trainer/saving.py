@@ -9,10 +9,10 @@ from typing import Any, Protocol
 from torch import nn
 
 from trainer import distributed, manifest
-from trainer.callbacks import Run
 from trainer.checkpoint import CheckpointWriter, Snapshot, read_state
 from trainer.evaluation import share_buffers
 from trainer.logbook import NotFiniteError
+from trainer.run import Run
 from trainer.session import Session
 
 

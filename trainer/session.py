@@ -7,7 +7,6 @@ from typing import Any
 
 from trainer import distributed, metrics
 from trainer.batches import evaluation_batches, train_batches
-from trainer.callbacks import Run
 from trainer.config import DEFAULT_GLOBAL_BATCH_SIZE, TrainerConfig
 from trainer.data import DataModule, evaluation_sets, prepare
 from trainer.evaluation import EvaluationSet, evaluate, predict
@@ -16,6 +15,7 @@ from trainer.loading import Batches, LoaderOptions, Source, open_source
 from trainer.manifest import find
 from trainer.plan import GlobalBatchPlan, ceil_div
 from trainer.precision import Precision
+from trainer.run import Run
 from trainer.state import TrainState
 from trainer.strategies import DDPStrategy, Strategy
 from trainer.task import RunFacts, TaskModule

@@ -1,13 +1,9 @@
-"""The clock of a run, and what a fit leaves behind."""
+"""The clock of a run."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from trainer.callbacks.base import Run
+from typing import Any
 
 
 @dataclass
@@ -38,40 +34,22 @@ class TrainState:
             setattr(self, name, state[name])
 
 
-@dataclass(frozen=True)
-class FitResult:
-    """What a fit leaves behind.
+class OnTheClock:
+    """Reads the clock of a run, for those who may not set it."""
 
-    Attributes:
-        step: Optimizer steps done.
-        epoch: Epochs completed.
-        samples: Training samples consumed, over all ranks.
-        metrics: The last value of every metric by name.
-        run_dir: The folder with everything the run wrote.
-        last_checkpoint: The newest checkpoint, or None.
-        best_checkpoint: The best one by the monitored metric, or None.
-        stop_reason: Why the run ended.
-    """
+    _state: TrainState
 
-    step: int
-    epoch: int
-    samples: int
-    metrics: dict[str, float]
-    run_dir: Path
-    last_checkpoint: Path | None
-    best_checkpoint: Path | None
-    stop_reason: str
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self._state.step
 
-    @classmethod
-    def of(cls, run: Run, stop_reason: str | None) -> FitResult:
-        """Sum up a run that has ended."""
-        return cls(
-            step=run.step,
-            epoch=run.epoch,
-            samples=run.samples,
-            metrics=dict(run.metrics),
-            run_dir=run.run_dir,
-            last_checkpoint=run.last_checkpoint,
-            best_checkpoint=run.best_checkpoint,
-            stop_reason=stop_reason or "",
-        )
+    @property
+    def epoch(self) -> int:
+        """Epochs completed."""
+        return self._state.epoch
+
+    @property
+    def samples(self) -> int:
+        """Training samples consumed, over all ranks."""
+        return self._state.samples

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from trainer.state import TrainState
+from trainer.state import OnTheClock, TrainState
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
@@ -53,7 +53,7 @@ class OptimizerSetup:
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class RunFacts(OnTheClock):
     """What a task may know about the run it is part of; read-only.
 
     Attributes:
@@ -73,21 +73,6 @@ class RunFacts:
     split: str = "train"
     _state: TrainState = field(default_factory=TrainState, repr=False)
     _logbook: Logbook | None = field(default=None, repr=False)
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps done."""
-        return self._state.step
-
-    @property
-    def epoch(self) -> int:
-        """Epochs completed."""
-        return self._state.epoch
-
-    @property
-    def samples(self) -> int:
-        """Training samples consumed, over all ranks."""
-        return self._state.samples
 
 
 class TaskModule(nn.Module):

@@ -21,11 +21,12 @@ from trainer.gradients import Gradients, trained_names
 from trainer.logbook import Logbook
 from trainer.loggers import Logger
 from trainer.optimization import configure_optimizer
+from trainer.run import FitResult
 from trainer.run_dir import choose_run_dir
 from trainer.saving import Saver, Stateful
 from trainer.seeding import seed_stream
 from trainer.session import Session
-from trainer.state import FitResult, TrainState
+from trainer.state import TrainState
 from trainer.step import StepModule
 from trainer.trees import to_device
 

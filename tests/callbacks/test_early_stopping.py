@@ -3,7 +3,8 @@ from typing import Any
 
 import pytest
 
-from trainer.callbacks import EarlyStopping, Run
+from trainer.callbacks import EarlyStopping
+from trainer.run import Run
 
 
 def feed(callback: EarlyStopping, run: Run, values: Sequence[float]) -> int | None:

@@ -1,6 +1,7 @@
 from collections.abc import Callable
 
-from trainer.callbacks import LearningRate, ProgressBar, Run, Throughput, default_callbacks
+from trainer.callbacks import LearningRate, ProgressBar, Throughput, default_callbacks
+from trainer.run import Run
 
 
 def test_adds_the_rates(make_run: Callable[..., Run]) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from trainer.callbacks import ProgressBar, Run
+from trainer.callbacks import ProgressBar
 from trainer.config import TrainerConfig
+from trainer.run import Run
 
 Output = pytest.CaptureFixture[str]
 
@@ -145,7 +146,8 @@ FIT = """
 import sys, threading, time
 sys.path.insert(0, sys.argv[1])
 from conftest import Tiny
-from trainer.callbacks import ProgressBar, Run
+from trainer.callbacks import ProgressBar
+from trainer.run import Run
 from trainer.config import TrainerConfig
 
 run = Run(Tiny(), TrainerConfig(max_epochs=1), ".", 1, 8, 8, 1, 100, 100, "cpu")
@@ -171,7 +173,7 @@ def in_terminal(end: str) -> tuple[str, int]:
     """Run FIT in a pseudo-terminal; return all that it wrote and its exit code."""
     master, slave = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-c", FIT, str(Path(__file__).parent), end],
+        [sys.executable, "-c", FIT, str(Path(__file__).parent.parent), end],
         stdout=slave,
         stderr=slave,
         stdin=slave,

@@ -3,7 +3,8 @@ from collections.abc import Callable
 
 import pytest
 
-from trainer.callbacks import Run, Throughput
+from trainer.callbacks import Throughput
+from trainer.run import Run
 
 
 def test_speed_without_validation(

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from trainer.callbacks.base import Run
 from trainer.loggers import JsonlLogger, TensorBoardLogger, default_loggers
+from trainer.run import Run
 
 
 def log_steps(run: Run, first: int, last: int) -> JsonlLogger:

@@ -3,8 +3,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.callbacks.base import Run
 from trainer.loggers import TensorBoardLogger
+from trainer.run import Run
 
 
 def log_steps(run: Run, first: int, last: int, value: float) -> None:

@@ -1,6 +1,6 @@
 """Callbacks: observers of a run. One file each; they live on rank 0."""
 
-from trainer.callbacks.base import Callback, Run
+from trainer.callbacks.base import Callback
 from trainer.callbacks.early_stopping import EarlyStopping
 from trainer.callbacks.learning_rate import LearningRate
 from trainer.callbacks.progress import ProgressBar
@@ -11,7 +11,6 @@ __all__ = [
     "EarlyStopping",
     "LearningRate",
     "ProgressBar",
-    "Run",
     "Throughput",
     "default_callbacks",
 ]

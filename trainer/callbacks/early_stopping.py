@@ -7,7 +7,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.callbacks.base import Callback, Run
+from trainer.callbacks.base import Callback
+from trainer.run import Run
 
 
 class EarlyStopping(Callback):

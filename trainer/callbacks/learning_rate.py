@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from trainer.callbacks.base import Callback, Run
+from trainer.callbacks.base import Callback
+from trainer.run import Run
 
 
 class LearningRate(Callback):

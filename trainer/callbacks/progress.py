@@ -12,7 +12,8 @@ from datetime import timedelta
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
-from trainer.callbacks.base import Callback, Run
+from trainer.callbacks.base import Callback
+from trainer.run import Run
 
 if TYPE_CHECKING:
     from rich.live import Live

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from trainer.callbacks.base import Callback, Run
+from trainer.callbacks.base import Callback
+from trainer.run import Run
 
 
 class Throughput(Callback):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trainer.callbacks.base import Run
+    from trainer.run import Run
 
 
 class Logger:

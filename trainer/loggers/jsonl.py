@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from trainer.loggers.base import Logger
 
 if TYPE_CHECKING:
-    from trainer.callbacks.base import Run
+    from trainer.run import Run
 
 
 class JsonlLogger(Logger):

@@ -11,7 +11,7 @@ from trainer.loggers.base import Logger
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-    from trainer.callbacks.base import Run
+    from trainer.run import Run
 
 
 class TensorBoardLogger(Logger):
