@@ -256,7 +256,7 @@ CONTESTANTS: dict[str, Callable[[Workload, int, Path], None]] = {
     "Lightning, defaults": lightning,
 }
 PACKAGES = {"Ignite": "ignite", "Accelerate": "accelerate"}  # the others come with the project
-TRAINERS = [name for name in CONTESTANTS if name.partition(",")[0] in ("Trainer", "Lightning")]
+FEW = [REFERENCE, "Trainer, everything on", "Lightning, no extras", "Lightning, defaults"]
 
 
 def workloads(scale: float, ranks: int) -> list[Workload]:
@@ -267,20 +267,19 @@ def workloads(scale: float, ranks: int) -> list[Workload]:
         ranks: On how many.
     """
     installed = [n for n in CONTESTANTS if importlib.util.find_spec(PACKAGES.get(n, "torch"))]
-    few = [REFERENCE, *TRAINERS]
-    tiny_steps = (round(100 * scale), round(700 * scale))
+    tiny_steps = (round(100 * scale), round(600 * scale))
     conv_steps = (round(4 * scale), round(24 * scale))
     inputs = torch.randn(32 * (tiny_steps[1] + 1), 32)
     labels = torch.randint(10, (len(inputs),))
     samples, batches = TensorDataset(inputs, labels), Digits(inputs, labels)
-    conv = Workload("MNIST net, batch 128", ConvTask, MnistData().train, 128, conv_steps, few)
+    conv = Workload("MNIST net, batch 128", ConvTask, MnistData().train, 128, conv_steps, FEW)
     if ranks > 1:
-        tiny = Workload("tiny MLP, batch 32", TinyTask, samples, 32, tiny_steps, few)
+        tiny = Workload("tiny MLP, batch 32", TinyTask, samples, 32, tiny_steps, FEW)
         return [tiny, conv]
     name = "tiny MLP, batch 32, TensorDataset"
     tiny = Workload(name, TinyTask, samples, 32, tiny_steps, installed)
     name = "tiny MLP, batch 32, ready batches"
-    light = [n for n in installed if n not in TRAINERS or n.startswith("Trainer")]
+    light = [n for n in installed if not n.startswith("Lightning")]
     ready = Workload(name, TinyTask, batches, 32, tiny_steps, light)
     return [tiny, ready, conv]
 
