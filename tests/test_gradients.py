@@ -85,7 +85,8 @@ def test_the_planned_weight_leaves_gradients_to_the_last_bit(extra: float | None
 
 def test_without_any_weight_there_is_nothing_to_step_on() -> None:
     step, gradients = after_backward()
-    step.has_weight = False
+    step._logbook.begin(step=2, position=0, num_samples=3)  # a step without a loss so far
+    assert not step.has_weight
     step.extra_weight.grad = torch.tensor(-1.0)
     assert not gradients.correct(1.0)
 
@@ -116,4 +117,3 @@ def test_clear_forgets_everything() -> None:
     gradients.clear()
     assert grads(step) == []
     assert step.extra_weight.grad is None
-    assert not step.has_weight

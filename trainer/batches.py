@@ -24,7 +24,7 @@ from trainer.loading import (
     length,
     set_epoch,
 )
-from trainer.plan import GlobalBatchPlan, ceil_div, epoch_order
+from trainer.plan import GlobalBatchPlan, Slice, ceil_div, epoch_order
 from trainer.streams import stream_batches
 
 # How many global batches of a user's sampler travel from rank 0 to the others at once.
@@ -180,16 +180,20 @@ class IndexedBatches(Batches):
         self, batches: Iterator[Sequence[int]], position: int, epoch: int
     ) -> Iterator[Request]:
         rank, world_size = distributed.rank(), distributed.world_size()
+        cuts: dict[int, list[Slice]] = {}  # of global batches by size: nearly all have the same
         for indices in batches:
-            mine = self._plan.cut(len(indices), rank, world_size)
+            size = len(indices)
+            mine = cuts.get(size)
+            if mine is None:
+                mine = cuts[size] = self._plan.cut(size, rank, world_size)
             if not mine:
-                yield Request((), position, 0, len(indices), True, epoch)
+                yield Request((), position, 0, size, True, epoch)
             for cut in mine:
                 is_last = cut is mine[-1]
                 part = indices[cut.start : cut.stop]
                 start = position + cut.start
-                yield Request(part, start, cut.number, len(indices), is_last, epoch)
-            position += len(indices)
+                yield Request(part, start, cut.number, size, is_last, epoch)
+            position += size
 
 
 class _GlobalBatches:

@@ -90,7 +90,6 @@ class Gradients:
         for parameter in self._trained:
             parameter.grad = None
         self._step_module.extra_weight.grad = None
-        self._step_module.has_weight = False
 
     def _explain_small_weight(self) -> None:
         raise ValueError(

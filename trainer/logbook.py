@@ -23,9 +23,14 @@ class NotFiniteError(ValueError, FloatingPointError):
 
 
 class Logbook:
-    """Weighted means over micro-batches and ranks since the last `reduce`."""
+    """Weighted means over micro-batches and ranks since the last `reduce`.
+
+    Attributes:
+        has_weight: Whether this rank has recorded a loss in the current step.
+    """
 
     def __init__(self) -> None:
+        self.has_weight = False
         # Per name: the values that came since the last fold, their weights, and folded sums.
         self._values: dict[str, list[torch.Tensor | float]] = defaultdict(list)
         self._weights: dict[str, list[torch.Tensor | float]] = defaultdict(list)
@@ -38,6 +43,8 @@ class Logbook:
 
     def begin(self, step: int, position: int, num_samples: int) -> None:
         """Say to which micro-batch the values that follow belong."""
+        if step != self._place[0]:
+            self.has_weight = False
         self._num_samples = num_samples
         self._place = (step, position)
 
@@ -60,6 +67,7 @@ class Logbook:
         self, value: torch.Tensor, weight: torch.Tensor | float, *, is_total: bool
     ) -> None:
         """Record a micro-batch's loss: a mean, or the total over ``weight``."""
+        self.has_weight = True
         self._loss_places.append((*self._place, self._num_samples))
         self._append("loss", value.detach() / weight if is_total else value, weight)
 

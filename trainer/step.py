@@ -32,7 +32,6 @@ class StepModule(nn.Module):
         task: The user's module.
         extra_weight: Its gradient is (true weight - planned weight) / planned weight of the global
             batch, once all micro-batches are through and the ranks have averaged.
-        has_weight: Whether this rank has had a micro-batch with weight since it was last reset.
         needs_every_parameter: Whether a micro-batch without weight must give every parameter a
             gradient of zeros. Not where parameters may be unused: these would count as used.
     """
@@ -41,7 +40,6 @@ class StepModule(nn.Module):
         super().__init__()
         self.task = task
         self.extra_weight = nn.Parameter(torch.zeros(()))
-        self.has_weight = False
         self.needs_every_parameter = True
         self._logbook = logbook
         self._metrics = metrics
@@ -77,18 +75,21 @@ class StepModule(nn.Module):
             self._logbook.add_loss(value, weight, is_total=True)
             extra = (weight - num_samples) * world_size / global_size
             value = value * (world_size / global_size)
-            self.has_weight = True
         else:
             self._logbook.add_loss(value, weight, is_total=False)
             extra = 0.0
             share = num_samples * world_size / global_size
             value = value if share == 1 else value * share
-            self.has_weight = True
         if isinstance(extra, torch.Tensor):
             return torch.addcmul(value, self.extra_weight, extra.to(value))
         if extra == 0 and world_size == 1:
             return value
         return torch.add(value, self.extra_weight, alpha=extra)
+
+    @property
+    def has_weight(self) -> bool:
+        """Whether this rank has had a micro-batch with weight in this step."""
+        return self._logbook.has_weight
 
     def _zero(self) -> torch.Tensor:
         if not self.needs_every_parameter:
