@@ -6,9 +6,9 @@
 The net of the MNIST recipe is trained by a plain loop, by hand-written DDP on 2 and 4 ranks, and by
 the Trainer on 1, 2 and 4, from the same first weights and with the same global batches, of which
 the last one of an epoch is smaller and leaves ranks 1 to 3 of 4 without a sample. The loops by hand
-take two things from the Trainer: the order of the samples (`trainer.plan.epoch_order`), and what a
-batch and a net are (`recipes.mnist`). Dropout is off: its masks belong to a micro-batch, and one
-rank has one of 128 samples where four have four of 32.
+take two things from the Trainer: the order of the samples (`trainer.data.plan.epoch_order`), and
+what a batch and a net are (`recipes.mnist`). Dropout is off: its masks belong to a micro-batch, and
+one rank has one of 128 samples where four have four of 32.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from torch.multiprocessing.spawn import spawn
 from benchmarks.common import scratch, table
 from recipes.mnist import Batch, Digits, MnistData, MnistTask
 from trainer import Trainer
+from trainer.data.plan import epoch_order
 from trainer.loggers import JsonlLogger
-from trainer.plan import epoch_order
 
 BATCH_SIZE = 128
 LEARNING_RATE = 0.004

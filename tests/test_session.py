@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 from trainer import DataModule, Trainer, distributed
 from trainer.config import TrainerConfig
-from trainer.data import as_data_module
+from trainer.data.module import as_data_module
 from trainer.session import Session
 
 

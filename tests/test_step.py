@@ -10,8 +10,9 @@ from support import Regression, samples
 from torch import Tensor
 
 from trainer import WeightedLoss
+from trainer.contract import weigh
 from trainer.logbook import Logbook
-from trainer.step import StepModule, weigh
+from trainer.step import StepModule
 
 PARAMETER = torch.ones((), requires_grad=True)
 

@@ -11,7 +11,8 @@ from support import Regression, samples, train_by_hand
 from torch import nn
 
 from trainer import TaskModule, Trainer
-from trainer.task import CONTRACT, RunFacts, check_contract, first_dimension
+from trainer.contract import CONTRACT, check_contract
+from trainer.task import RunFacts, first_dimension
 
 
 def test_a_task_trains_without_a_trainer() -> None:

@@ -2,13 +2,13 @@
 
 from trainer.api import Trainer
 from trainer.callbacks import Callback
+from trainer.checkpoint.weights import load_task, load_weights
 from trainer.cli import hydra_main, run
-from trainer.data import DataModule
+from trainer.data.module import DataModule
 from trainer.loggers import Logger
 from trainer.run import FitResult
 from trainer.seeding import seed_everything
 from trainer.task import OptimizerSetup, TaskModule, WeightedLoss
-from trainer.weights import load_task, load_weights
 
 __all__ = [
     "Callback",

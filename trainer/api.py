@@ -15,7 +15,8 @@ import torch
 from trainer import distributed
 from trainer.callbacks import Callback, default_callbacks
 from trainer.config import TrainerConfig
-from trainer.data import DataModule, as_data_module
+from trainer.contract import check_contract
+from trainer.data.module import DataModule, as_data_module
 from trainer.instantiate import instantiate_all
 from trainer.launcher import in_child, launch
 from trainer.loggers import Logger, default_loggers
@@ -23,7 +24,7 @@ from trainer.run import FitResult
 from trainer.seeding import seed_everything
 from trainer.session import Session
 from trainer.state import TrainState
-from trainer.task import RunFacts, TaskModule, check_contract
+from trainer.task import RunFacts, TaskModule
 from trainer.trainer import Training
 
 

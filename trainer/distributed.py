@@ -212,6 +212,12 @@ def broadcast_tensor(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
     return tensor
 
 
+def share_buffers(module: torch.nn.Module) -> None:
+    """Overwrite every rank's buffers (BatchNorm statistics) with rank 0's."""
+    for buffer in module.buffers():
+        broadcast_tensor(buffer)
+
+
 def barrier() -> None:
     """Wait until every rank has come here."""
     all_reduce_sum(torch.zeros(1))

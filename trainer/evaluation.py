@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from trainer import distributed, metrics
-from trainer.loading import Batches
+from trainer.contract import weigh
+from trainer.data.loading import Batches
 from trainer.logbook import Logbook
 from trainer.precision import Precision
-from trainer.step import weigh
 from trainer.task import TaskModule, WeightedLoss
 from trainer.trees import to_device
 
@@ -49,7 +48,7 @@ def evaluate(
         device: Where ``task`` is.
     """
     values: dict[str, float] = {}
-    share_buffers(task)
+    distributed.share_buffers(task)
     for prefix, (batches, set_metrics) in sets.items():
         logbook = Logbook()
         metrics.reset(set_metrics)
@@ -90,7 +89,7 @@ def predict(
     """
     if output_dir is not None:
         _make_output_dir(output_dir)
-    share_buffers(task)
+    distributed.share_buffers(task)
     mine: list[tuple[int, int, Any]] = []
     with evaluating(task, "predict", None):
         for micro in batches.epoch(0):
@@ -127,12 +126,6 @@ def evaluating(task: TaskModule, split: str, logbook: Logbook | None) -> Iterato
         task.run = run
         for module, training in modes:
             module.training = training
-
-
-def share_buffers(task: nn.Module) -> None:
-    """Overwrite every rank's buffers (BatchNorm statistics) with rank 0's."""
-    for buffer in task.buffers():
-        distributed.broadcast_tensor(buffer)
 
 
 def _make_output_dir(folder: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainer.config import DEFAULT_GLOBAL_BATCH_SIZE, option_names, show
-from trainer.plan import ceil_div
+from trainer.data.plan import ceil_div
 
 # The same value under another name (Lightning, Accelerate, the Hugging Face Trainer, torchrun).
 RENAMED = {

@@ -6,20 +6,20 @@ from pathlib import Path
 from typing import Any
 
 from trainer import distributed, metrics
-from trainer.batches import evaluation_batches, train_batches
+from trainer.checkpoint.manifest import find
+from trainer.checkpoint.weights import load_weights
 from trainer.config import DEFAULT_GLOBAL_BATCH_SIZE, TrainerConfig
-from trainer.data import DataModule, evaluation_sets, prepare
+from trainer.data.batches import evaluation_batches, train_batches
+from trainer.data.loading import Batches, LoaderOptions, Source, open_source
+from trainer.data.module import DataModule, evaluation_sets, prepare
+from trainer.data.plan import GlobalBatchPlan, ceil_div
 from trainer.evaluation import EvaluationSet, evaluate, predict
 from trainer.instantiate import build_node
-from trainer.loading import Batches, LoaderOptions, Source, open_source
-from trainer.manifest import find
-from trainer.plan import GlobalBatchPlan, ceil_div
 from trainer.precision import Precision
 from trainer.run import Run
 from trainer.state import TrainState
 from trainer.strategies import DDPStrategy, Strategy
 from trainer.task import RunFacts, TaskModule
-from trainer.weights import load_weights
 
 
 class Session:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from trainer import distributed
+from trainer.contract import weigh
 from trainer.logbook import Logbook
 from trainer.task import TaskModule, WeightedLoss
 from trainer.trees import detached
@@ -98,57 +99,3 @@ class StepModule(nn.Module):
         # sample would crash BatchNorm, and its loss times 0 is NaN where the loss is infinite.
         parts = [(p * 0).sum() for p in self.task.parameters() if p.requires_grad]
         return torch.stack([part.to(torch.float32) for part in parts]).sum()
-
-
-def weigh(
-    loss: Any, num_samples: int, needs_grad: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | float]:
-    """Check what ``TaskModule.loss`` returned and find its weight.
-
-    Returns:
-        The loss (a mean, or the total of a `WeightedLoss`) and its weight; ``(None, 0)`` if the
-        weight is 0, whatever the loss is then.
-
-    Raises:
-        ValueError: If ``loss`` is not a scalar tensor, a `WeightedLoss` or None, or if it needs no
-            gradient although ``needs_grad``.
-    """
-    if loss is None:
-        return None, 0.0
-    weight: torch.Tensor | float = num_samples
-    value = loss
-    if isinstance(loss, WeightedLoss):
-        value, weight = loss
-        if isinstance(weight, torch.Tensor):
-            if weight.dim() != 0:
-                raise ValueError(
-                    f"loss returned a WeightedLoss whose weight has shape {tuple(weight.shape)}; "
-                    "it must be a number or a scalar tensor: sum it"
-                )
-            weight = weight.detach()
-        if weight < 0:
-            raise ValueError(
-                f"loss returned a WeightedLoss with weight {float(weight)}; a weight is at least 0"
-            )
-        if weight == 0:
-            return None, 0.0
-    if not isinstance(value, torch.Tensor):
-        raise ValueError(
-            f"loss returned {_named(value)}; it must return a scalar tensor (the mean over the "
-            "samples), a WeightedLoss(total, weight), or None to skip this micro-batch"
-        )
-    if value.dim() != 0:
-        raise ValueError(
-            f"loss returned a tensor of shape {tuple(value.shape)}; it must be a scalar: take the "
-            "mean over the samples, or return WeightedLoss(total, weight) for another weighting"
-        )
-    if needs_grad and not value.requires_grad:
-        raise ValueError(
-            "loss returned a tensor that needs no gradient, so there is nothing to train; check "
-            "for detach(), item() or no_grad() on the way, and that parameters require gradients"
-        )
-    return value, weight
-
-
-def _named(value: Any) -> str:
-    return f"a {type(value).__name__} ({value!r:.60})"

@@ -163,37 +163,6 @@ class TaskModule(nn.Module):
         """Run on every rank after each validation, with its metrics (``val/loss``, ...)."""
 
 
-CONTRACT = tuple(
-    name for name in vars(TaskModule) if not name.startswith("_") and name not in ("run", "forward")
-)
-
-
-def check_contract(task: nn.Module) -> None:
-    """Refuse a task in which an attribute hides a method of the contract.
-
-    Raises:
-        ValueError: If ``task`` is not a `TaskModule` or has such an attribute.
-    """
-    if not isinstance(task, TaskModule):
-        raise ValueError(
-            f"the task is a {type(task).__name__}; it must be a trainer.TaskModule: subclass it "
-            "and define forward(batch), loss(outputs, batch) and configure_optimizers()"
-        )
-    hidden = set(vars(task)) | set(task._modules) | set(task._parameters) | set(task._buffers)
-    for name in (*CONTRACT, "forward"):
-        if name in hidden:
-            raise ValueError(
-                f"{type(task).__name__} has an attribute {name!r}, which hides the method "
-                f"TaskModule.{name}; give the attribute another name (self.{name}_fn, say) and "
-                f"keep {name} for the method"
-            )
-    if "run" in hidden and not isinstance(task.run, RunFacts):
-        raise ValueError(
-            f"{type(task).__name__} sets self.run, which the Trainer uses for the facts of the run "
-            "(self.run.step, ...); give the attribute another name"
-        )
-
-
 def first_dimension(batch: Any) -> int:
     """Return the first dimension of the first tensor in ``batch``, searched depth first.
 

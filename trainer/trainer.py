@@ -16,6 +16,7 @@ import torch
 
 from trainer import distributed, metrics
 from trainer.callbacks import Callback
+from trainer.checkpoint.saving import Saver, Stateful
 from trainer.evaluation import evaluate, evaluating
 from trainer.gradients import Gradients, trained_names
 from trainer.logbook import Logbook
@@ -23,7 +24,6 @@ from trainer.loggers import Logger
 from trainer.optimization import configure_optimizer
 from trainer.run import FitResult
 from trainer.run_dir import choose_run_dir
-from trainer.saving import Saver, Stateful
 from trainer.seeding import seed_stream
 from trainer.session import Session
 from trainer.state import TrainState

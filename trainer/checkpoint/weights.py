@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from trainer.checkpoint.manifest import CONFIG, WEIGHTS, verified
 from trainer.instantiate import build_node
-from trainer.manifest import CONFIG, WEIGHTS, verified
 
 if TYPE_CHECKING:
     from trainer.task import TaskModule

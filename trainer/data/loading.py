@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from trainer import distributed
-from trainer.plan import stream_key
+from trainer.seeding import stream_key
 
 
 class MicroBatch(NamedTuple):

@@ -17,7 +17,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from trainer.loading import length, open_source, set_epoch
+from trainer.data.loading import length, open_source, set_epoch
 
 DATASET = TensorDataset(torch.arange(6))
 

@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from trainer import distributed
-from trainer.batches import evaluation_batches
-from trainer.loading import LoaderOptions, open_source
-from trainer.plan import GlobalBatchPlan
-from trainer.streams import ShardedStreamBatches, stream_batches
+from trainer.data.batches import evaluation_batches
+from trainer.data.loading import LoaderOptions, open_source
+from trainer.data.plan import GlobalBatchPlan
+from trainer.data.streams import ShardedStreamBatches, stream_batches
 
 
 class Numbers(IterableDataset):

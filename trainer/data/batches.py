@@ -14,8 +14,8 @@ from typing import Any, cast
 from torch.utils.data import DataLoader, Sampler
 
 from trainer import distributed
-from trainer.fetching import Fetch, Request
-from trainer.loading import (
+from trainer.data.fetching import Fetch, Request
+from trainer.data.loading import (
     Batches,
     LoaderOptions,
     MicroBatch,
@@ -24,8 +24,8 @@ from trainer.loading import (
     length,
     set_epoch,
 )
-from trainer.plan import GlobalBatchPlan, Slice, ceil_div, epoch_order
-from trainer.streams import stream_batches
+from trainer.data.plan import GlobalBatchPlan, Slice, ceil_div, epoch_order
+from trainer.data.streams import stream_batches
 
 # How many global batches of a user's sampler travel from rank 0 to the others at once.
 SHARED_BATCHES = 256

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from trainer.manifest import (
+from trainer.checkpoint.manifest import (
     CONFIG,
     FORMAT_VERSION,
     MANIFEST,
@@ -34,7 +34,7 @@ from trainer.manifest import (
     step_of,
     verified,
 )
-from trainer.weights import memory, read_torch, write_weights
+from trainer.checkpoint.weights import memory, read_torch, write_weights
 
 if TYPE_CHECKING:
     from trainer.config import CheckpointConfig

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.plan import GlobalBatchPlan, ceil_div, epoch_order, stream_key
+from trainer.data.plan import GlobalBatchPlan, ceil_div, epoch_order
+from trainer.seeding import stream_key
 
 settings.register_profile("plan", deadline=None, max_examples=150)
 settings.load_profile("plan")

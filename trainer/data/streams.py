@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer import distributed
-from trainer.loading import (
+from trainer.data.loading import (
     Batches,
     LoaderOptions,
     MicroBatch,
@@ -26,7 +26,8 @@ from trainer.loading import (
     length,
     set_epoch,
 )
-from trainer.plan import GlobalBatchPlan, stream_key
+from trainer.data.plan import GlobalBatchPlan
+from trainer.seeding import stream_key
 from trainer.trees import rows
 
 

@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainer import DataModule
-from trainer.data import as_data_module, evaluation_sets, prepare
+from trainer.data.module import as_data_module, evaluation_sets, prepare
 
 DATASET = TensorDataset(torch.arange(4))
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from trainer.loading import MicroBatch, Source, length, set_epoch
+from trainer.data.loading import MicroBatch, Source, length, set_epoch
 
 
 class Request(NamedTuple):

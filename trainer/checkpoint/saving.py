@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from trainer import distributed, manifest
-from trainer.checkpoint import CheckpointWriter, Snapshot, read_state
-from trainer.evaluation import share_buffers
+from trainer import distributed
+from trainer.checkpoint import manifest
+from trainer.checkpoint.writer import CheckpointWriter, Snapshot, read_state
 from trainer.logbook import NotFiniteError
 from trainer.run import Run
 from trainer.session import Session
@@ -87,7 +87,7 @@ class Saver:
         if self._saved_step == self._view.step:
             return
         self._saved_step = self._view.step
-        share_buffers(self._session.task)
+        distributed.share_buffers(self._session.task)
         check_finite(self._session.task, self._view.step)
         if self._writer is not None:
             self._writer.save(

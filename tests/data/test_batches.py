@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, get_worker_info
 
-from trainer import batches as batches_module
 from trainer import distributed
-from trainer.batches import evaluation_batches, train_batches
-from trainer.loading import LoaderOptions, open_source
-from trainer.plan import GlobalBatchPlan, epoch_order
+from trainer.data import batches as batches_module
+from trainer.data.batches import evaluation_batches, train_batches
+from trainer.data.loading import LoaderOptions, open_source
+from trainer.data.plan import GlobalBatchPlan, epoch_order
 
 
 class Items(Dataset):

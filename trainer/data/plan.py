@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from trainer.seeding import stream_key
+
 
 class Slice(NamedTuple):
     """One micro-batch of a global batch.
@@ -79,21 +81,6 @@ def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool) -> torch
         return torch.arange(num_samples)
     generator = torch.Generator().manual_seed(stream_key(seed, epoch))
     return torch.randperm(num_samples, generator=generator)
-
-
-def stream_key(*parts: int) -> int:
-    """Mix integers into one 63-bit seed, so that every (seed, step, ...) has its own stream.
-
-    The mixing function is splitmix64's finalizer (Steele, Lea and Flood, "Fast splittable
-    pseudorandom number generators", OOPSLA 2014), applied after adding each part.
-    """
-    key = 0
-    for part in parts:
-        key = (key + part + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        key ^= key >> 31
-    return key >> 1
 
 
 def ceil_div(a: int, b: int) -> int:

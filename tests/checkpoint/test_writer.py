@@ -16,11 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from trainer import checkpoint, manifest
-from trainer.checkpoint import CheckpointWriter, Snapshot, read_state
+from trainer.checkpoint import manifest
+from trainer.checkpoint import writer as writer_module
+from trainer.checkpoint.manifest import find, newest_valid, verify
+from trainer.checkpoint.weights import load_task, load_weights
+from trainer.checkpoint.writer import CheckpointWriter, Snapshot, read_state
 from trainer.config import CheckpointConfig
-from trainer.manifest import find, newest_valid, verify
-from trainer.weights import load_task, load_weights
 
 
 def snapshot(step: int, metric: float | None = None, **fields: Any) -> Snapshot:
@@ -77,13 +78,13 @@ def test_files_and_manifest(tmp_path: Path, asynchronous: bool) -> None:
 
 def test_state_is_copied_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
-    write_weights = checkpoint.write_weights
+    write_weights = writer_module.write_weights
 
     def slow(*args: Any) -> None:
         assert go.wait(10)
         write_weights(*args)
 
-    monkeypatch.setattr(checkpoint, "write_weights", slow)
+    monkeypatch.setattr(writer_module, "write_weights", slow)
     writer = CheckpointWriter(tmp_path, CheckpointConfig())
     weight, moment = torch.ones(4), torch.ones(4)
     writer.save(snapshot(1, weights={"w": weight}, state={"m": moment}))
@@ -102,7 +103,7 @@ def test_state_is_copied_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_one_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writing: list[int] = []
     most: list[int] = []
-    write_weights = checkpoint.write_weights
+    write_weights = writer_module.write_weights
 
     def counted(*args: Any) -> None:
         writing.append(1)
@@ -110,7 +111,7 @@ def test_one_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         write_weights(*args)
         writing.pop()
 
-    monkeypatch.setattr(checkpoint, "write_weights", counted)
+    monkeypatch.setattr(writer_module, "write_weights", counted)
     writer = write(tmp_path, *(snapshot(i) for i in range(1, 6)), keep=None)
     assert most == [1] * 5
     assert [p.name[-1] for p in writer.finished()] == list("12345")
@@ -331,11 +332,11 @@ import os, sys
 import omegaconf, safetensors.torch  # once, not in every child
 from pathlib import Path
 import torch
-from trainer import checkpoint
+from trainer.checkpoint import writer as writer_module
 from trainer.config import CheckpointConfig
 
 def snapshot(step):
-    return checkpoint.Snapshot(step, {"w": torch.full((3,), float(step))}, {"step": step}, {}, 1)
+    return writer_module.Snapshot(step, {"w": torch.full((3,), float(step))}, {"step": step}, {}, 1)
 
 def save_until(moment, folder):
     calls = 0
@@ -351,12 +352,12 @@ def save_until(moment, folder):
 
     os.fsync = lambda descriptor: None  # what a killed process wrote is there without it
     config = CheckpointConfig(keep=1, asynchronous=False)
-    writer = checkpoint.CheckpointWriter(folder, config)
+    writer = writer_module.CheckpointWriter(folder, config)
     writer.save(snapshot(1))
     for owner, name in [
         (os, "fsync"), (Path, "rename"), (Path, "replace"), (Path, "symlink_to"), (Path, "mkdir"),
-        (Path, "write_text"), (torch, "save"), (checkpoint, "write_weights"),
-        (checkpoint, "_write_config"), (checkpoint.shutil, "rmtree"), (os, "unlink"),
+        (Path, "write_text"), (torch, "save"), (writer_module, "write_weights"),
+        (writer_module, "_write_config"), (writer_module.shutil, "rmtree"), (os, "unlink"),
     ]:
         setattr(owner, name, deadly(getattr(owner, name)))
     for again in range(2):  # a new step, then the same one again
@@ -475,8 +476,8 @@ def test_hostile_pickle_is_refused(tmp_path: Path) -> None:
     torch.save(Hostile(), path / "state.pt")
     facts = json.loads((path / "manifest.json").read_text())
     del facts["sha256"]
-    facts["files"]["state.pt"] = checkpoint.seal(path / "state.pt")
-    (path / "manifest.json").write_text(checkpoint.manifest_text(facts))
+    facts["files"]["state.pt"] = writer_module.seal(path / "state.pt")
+    (path / "manifest.json").write_text(writer_module.manifest_text(facts))
     verify(path)
     with pytest.raises(ValueError, match="cannot be read as tensors and plain values"):
         read_state(path)
@@ -489,7 +490,7 @@ def test_another_format_version(tmp_path: Path) -> None:
     facts = json.loads(file.read_text())
     del facts["sha256"]
     facts["format_version"] = 99
-    file.write_text(checkpoint.manifest_text(facts))
+    file.write_text(writer_module.manifest_text(facts))
     with pytest.raises(ValueError, match="format version 99, this trainer reads 1"):
         verify(file.parent)
 

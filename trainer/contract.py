@@ -1,0 +1,94 @@
+"""Whether a task is, and returns, what the contract of `TaskModule` says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.task import RunFacts, TaskModule, WeightedLoss
+
+CONTRACT = tuple(
+    name for name in vars(TaskModule) if not name.startswith("_") and name not in ("run", "forward")
+)
+
+
+def check_contract(task: nn.Module) -> None:
+    """Refuse a task in which an attribute hides a method of the contract.
+
+    Raises:
+        ValueError: If ``task`` is not a `TaskModule` or has such an attribute.
+    """
+    if not isinstance(task, TaskModule):
+        raise ValueError(
+            f"the task is a {type(task).__name__}; it must be a trainer.TaskModule: subclass it "
+            "and define forward(batch), loss(outputs, batch) and configure_optimizers()"
+        )
+    hidden = set(vars(task)) | set(task._modules) | set(task._parameters) | set(task._buffers)
+    for name in (*CONTRACT, "forward"):
+        if name in hidden:
+            raise ValueError(
+                f"{type(task).__name__} has an attribute {name!r}, which hides the method "
+                f"TaskModule.{name}; give the attribute another name (self.{name}_fn, say) and "
+                f"keep {name} for the method"
+            )
+    if "run" in hidden and not isinstance(task.run, RunFacts):
+        raise ValueError(
+            f"{type(task).__name__} sets self.run, which the Trainer uses for the facts of the run "
+            "(self.run.step, ...); give the attribute another name"
+        )
+
+
+def weigh(
+    loss: Any, num_samples: int, needs_grad: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | float]:
+    """Check what ``TaskModule.loss`` returned and find its weight.
+
+    Returns:
+        The loss (a mean, or the total of a `WeightedLoss`) and its weight; ``(None, 0)`` if the
+        weight is 0, whatever the loss is then.
+
+    Raises:
+        ValueError: If ``loss`` is not a scalar tensor, a `WeightedLoss` or None, or if it needs no
+            gradient although ``needs_grad``.
+    """
+    if loss is None:
+        return None, 0.0
+    weight: torch.Tensor | float = num_samples
+    value = loss
+    if isinstance(loss, WeightedLoss):
+        value, weight = loss
+        if isinstance(weight, torch.Tensor):
+            if weight.dim() != 0:
+                raise ValueError(
+                    f"loss returned a WeightedLoss whose weight has shape {tuple(weight.shape)}; "
+                    "it must be a number or a scalar tensor: sum it"
+                )
+            weight = weight.detach()
+        if weight < 0:
+            raise ValueError(
+                f"loss returned a WeightedLoss with weight {float(weight)}; a weight is at least 0"
+            )
+        if weight == 0:
+            return None, 0.0
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(
+            f"loss returned {_named(value)}; it must return a scalar tensor (the mean over the "
+            "samples), a WeightedLoss(total, weight), or None to skip this micro-batch"
+        )
+    if value.dim() != 0:
+        raise ValueError(
+            f"loss returned a tensor of shape {tuple(value.shape)}; it must be a scalar: take the "
+            "mean over the samples, or return WeightedLoss(total, weight) for another weighting"
+        )
+    if needs_grad and not value.requires_grad:
+        raise ValueError(
+            "loss returned a tensor that needs no gradient, so there is nothing to train; check "
+            "for detach(), item() or no_grad() on the way, and that parameters require gradients"
+        )
+    return value, weight
+
+
+def _named(value: Any) -> str:
+    return f"a {type(value).__name__} ({value!r:.60})"

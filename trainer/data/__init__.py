@@ -1,0 +1,1 @@
+"""From what a user gives as data to the micro-batches of one rank."""
