@@ -1,8 +1,13 @@
 """What tests in every folder below get; being here, it also lets them import ``support``."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+# Before torch is loaded, here and in what the tests start: OpenMP's threads must not spin while
+# they wait, because several processes at once then have more of them than the machine has cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 from torch import nn

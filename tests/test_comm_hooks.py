@@ -20,9 +20,10 @@ from support import (
     weights,
 )
 
-from trainer import distributed
-from trainer.comm_hooks import DTYPES
+from trainer import comm_hooks, distributed
+from trainer.comm_hooks import compress_hook
 from trainer.logbook import Logbook
+from trainer.precision import DTYPES
 from trainer.step import StepModule
 from trainer.strategies import DDPStrategy
 
@@ -85,3 +86,44 @@ def test_the_weight_of_the_batch_arrives_uncompressed() -> None:
         for extra, gradient in found.values():
             assert extra == true / planned - 1
             assert gradient.abs().sum() > 0
+
+
+class Bucket:
+    """A bucket with two gradients."""
+
+    def __init__(self) -> None:
+        self.given = [torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(()))]
+        self.flat = torch.tensor([1.0, 2.0, 4097.0])
+
+    def buffer(self) -> torch.Tensor:
+        return self.flat
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return self.given
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [self.flat[:2], self.flat[2]]
+
+
+class Sent:
+    """What NCCL does: the result is in the future, and what was sent may be overwritten."""
+
+    def __init__(self, tensor: torch.Tensor, **_: Any) -> None:
+        self.result = tensor.clone()
+        tensor.fill_(torch.nan)
+
+    def get_future(self) -> Any:
+        future: Any = torch.futures.Future()
+        future.set_result([self.result])
+        return future
+
+    def wait(self) -> None:
+        """Not enough: it keeps nothing in memory."""
+
+
+def test_only_what_a_future_holds_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comm_hooks.dist, "all_reduce", Sent)
+    monkeypatch.setattr(comm_hooks.dist, "get_world_size", lambda: 1)
+    bucket: Any = Bucket()
+    hook = compress_hook("bf16", exact=bucket.given[1])
+    assert hook(None, bucket).wait().tolist() == [1.0, 2.0, 4097.0]

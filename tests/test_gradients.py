@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from support import Regression, samples
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainer import gradients as gradients_module
 from trainer.gradients import Gradients, trained_names
 from trainer.logbook import Logbook
 from trainer.step import StepModule
@@ -16,6 +20,11 @@ def after_backward(may_miss: bool = False) -> tuple[StepModule, Gradients]:
     gradients = Gradients(step, may_miss)
     step(samples(4).tensors, 4, 4).backward()
     return step, gradients
+
+
+def correct(step: StepModule, gradients: Gradients, loss_scale: float | None = None) -> bool:
+    scaler = torch.amp.GradScaler("cpu", init_scale=loss_scale or 1, enabled=loss_scale is not None)
+    return gradients.correct(scaler, step.task.configure_optimizers())
 
 
 def grads(step: StepModule) -> list[torch.Tensor]:
@@ -45,33 +54,38 @@ def test_of_many_missing_gradients_the_first_are_named() -> None:
     step = StepModule(task, Logbook(), {})
     gradients = Gradients(step, may_miss=False)
     step(samples(4).tensors, 4, 4).backward()
-    with pytest.raises(ValueError, match=r"spare0, .*spare7 and 2 more parameters"):
+    with pytest.raises(ValueError, match=r"spare0, .*spare7 and 2 more:"):
         gradients.check()
 
 
 def test_parameters_frozen_or_thawed_since_the_wrapping_are_refused() -> None:
-    step, gradients = after_backward()
-    gradients.clear()
-    step.task.net[0].weight.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"net\.0\.weight changed from True to False"):
-        gradients.check()
+    # Frozen after its gradient has come, as in a later micro-batch of the step, or before it.
+    for has_gradient in (True, False):
+        for may_miss in (True, False):
+            step, gradients = after_backward(may_miss)
+            if not has_gradient:
+                gradients.clear()
+            step.task.net[0].weight.requires_grad_(False)
+            with pytest.raises(ValueError, match=r"net\.0\.weight changed from True to False"):
+                gradients.check()
     assert trained_names(step.task) == ("net.0.bias", "net.2.weight", "net.2.bias")
     gradients = Gradients(step, may_miss=True)
     gradients.check()
     step.task.net[0].weight.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"changed from False to True.*on_epoch_start"):
+    with pytest.raises(ValueError, match=r"net\.0\.weight changed from False to True.*on_epoch"):
         gradients.check()
 
 
-@pytest.mark.parametrize("loss_scale", [1.0, 1024.0])
+@pytest.mark.parametrize("loss_scale", [None, 1024.0])
 def test_gradients_over_the_planned_weight_become_those_over_the_true_weight(
-    loss_scale: float,
+    loss_scale: float | None,
 ) -> None:
     step, gradients = after_backward()
     before = grads(step)
-    step.extra_weight.grad = torch.tensor(3.0 * loss_scale)
-    assert gradients.correct(loss_scale)
-    torch.testing.assert_close(grads(step), [grad / 4 for grad in before])
+    scale = loss_scale or 1.0
+    step.extra_weight.grad = torch.tensor(3.0 * scale)
+    assert correct(step, gradients, loss_scale)
+    torch.testing.assert_close(grads(step), [grad / scale / 4 for grad in before])
 
 
 @pytest.mark.parametrize("extra", [None, 0.0])
@@ -79,7 +93,7 @@ def test_the_planned_weight_leaves_gradients_to_the_last_bit(extra: float | None
     step, gradients = after_backward()
     before = grads(step)
     step.extra_weight.grad = None if extra is None else torch.tensor(extra)
-    assert gradients.correct(1.0)
+    assert correct(step, gradients)
     torch.testing.assert_close(grads(step), before, rtol=0, atol=0)
 
 
@@ -88,14 +102,57 @@ def test_without_any_weight_there_is_nothing_to_step_on() -> None:
     step._logbook.begin(step=2, position=0, num_samples=3)  # a step without a loss so far
     assert not step.has_weight
     step.extra_weight.grad = torch.tensor(-1.0)
-    assert not gradients.correct(1.0)
+    assert not correct(step, gradients)
 
 
 def test_weights_too_small_for_their_sum_are_an_error_and_not_a_skipped_step() -> None:
     step, gradients = after_backward()
     step.extra_weight.grad = torch.tensor(-1.0 + 2**-23)
     with pytest.raises(ValueError, match="too small"):
-        gradients.correct(1.0)
+        correct(step, gradients)
+
+
+@pytest.mark.parametrize("loss_scale", [None, 1024.0])
+def test_where_the_weight_is_not_read_a_sum_too_small_makes_the_weights_nan(
+    loss_scale: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As on a GPU: a rank without weight reads it and skips the step, so the others must not train.
+    monkeypatch.setattr(gradients_module, "_is_slow_to_read", lambda number: True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=loss_scale or 1, enabled=loss_scale is not None)
+    for extra, is_finite in ((3.0, True), (-1.0 + 2**-23, False)):
+        step, gradients = after_backward()
+        step.extra_weight.grad = scaler.scale(torch.tensor(extra))
+        optimizer = step.task.configure_optimizers()
+        assert gradients.correct(scaler, optimizer)
+        scaler.step(optimizer)  # must not take it for an overflow
+        assert all(p.isfinite().all() == is_finite for p in step.task.parameters())
+
+
+class Calls(TorchDispatchMode):
+    """Notes what torch is asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.made.append(func)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("loss_scale", [None, 1024.0])
+def test_a_rank_with_weight_reads_no_number_from_an_accelerator(
+    loss_scale: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, gradients = after_backward()
+    step.extra_weight.grad = torch.tensor(3.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=loss_scale or 1, enabled=loss_scale is not None)
+    scaler.scale(torch.ones(()))
+    monkeypatch.setattr(gradients_module, "_is_slow_to_read", lambda number: True)
+    with Calls() as calls:
+        assert gradients.correct(scaler, step.task.configure_optimizers())
+    assert torch.ops.aten._foreach_mul_.Tensor in calls.made
+    assert torch.ops.aten._local_scalar_dense.default not in calls.made, "a number is read"
 
 
 def test_clipping_is_by_the_global_norm() -> None:

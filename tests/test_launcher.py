@@ -1,5 +1,8 @@
 """Which launcher is found, how many ranks there are, and what one rank alone does."""
 
+import os
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -118,22 +121,51 @@ def test_threads_per_rank(monkeypatch):
     assert threads_per_rank(5, 3) == 5
 
 
+def test_ranks_of_a_launcher_do_not_share_a_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert distributed._cuda_device(1) == torch.device("cuda", 1)
+    launcher._check_devices(2)
+    with pytest.raises(ValueError, match=r"started 3 ranks .* shows 2 CUDA devices; .*-node=2\)"):
+        launcher._check_devices(3)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # each rank is shown its own only
+    launcher._check_devices(3)
+    assert distributed._cuda_device(2) == torch.device("cuda", 0)
+
+
 def test_start_method(monkeypatch):
     monkeypatch.delenv("TRAINER_START_METHOD", raising=False)
-    assert launcher.start_method() == ("fork", "")
+    assert ranks.start_method() == ("fork", "")
     with monkeypatch.context() as patch:
         pool_worker = SimpleNamespace(daemon=True)
         patch.setattr(ranks.multiprocessing, "current_process", lambda: pool_worker)
-        assert launcher.start_method() == ("fresh", "this is a daemonic process")
+        assert ranks.start_method() == ("fresh", "this is a daemonic process")
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
-    assert launcher.start_method() == ("fork", "")  # asks a child
+    assert ranks.start_method() == ("fork", "")  # asks a child
+    could_not = ("fresh", "a process forked from this one could not train on CUDA")
+    with monkeypatch.context() as patch:  # as beside threads that the child does not have
+        patch.setattr(ranks, "_PROBE_S", 0.2)
+        patch.setattr(torch.Tensor, "backward", lambda tensor: time.sleep(5))
+        assert ranks.start_method() == could_not
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    assert launcher.start_method() == ("fresh", "this process has asked CUDA for its devices")
+    assert ranks.start_method() == could_not
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert launcher.start_method() == ("fresh", "CUDA is in use in this process")
+    assert ranks.start_method() == ("fresh", "CUDA is in use in this process")
     monkeypatch.setenv("TRAINER_START_METHOD", "spawn")
     with pytest.raises(ValueError, match="TRAINER_START_METHOD=spawn"):
-        launcher.start_method()
+        ranks.start_method()
+
+
+def test_work_that_cannot_be_sent_leaves_nothing_open(monkeypatch):
+    monkeypatch.setenv("TRAINER_START_METHOD", "fresh")
+    config = TrainerConfig(devices=2, accelerator="cpu")
+
+    def start():
+        with pytest.raises(ValueError, match="cannot be sent to the ranks: .*make it picklable"):
+            launch(print, threading.Lock(), config=config)
+        return len(os.listdir("/proc/self/fd"))
+
+    start()  # imports what may stay open
+    assert start() == start()
 
 
 def test_one_rank_runs_in_this_process(capsys):

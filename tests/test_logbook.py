@@ -53,6 +53,16 @@ def test_sums_are_in_float64() -> None:
     assert book.reduce()["a"] == pytest.approx(float(torch.tensor(0.1)), rel=1e-13)
 
 
+def test_a_parameter_is_logged_as_it_is_now_and_not_as_it_will_be() -> None:
+    book, parameter = Logbook(), torch.nn.Parameter(torch.tensor([1.0]))
+    book.begin(0, 0, 1)
+    for _ in range(3):
+        book.add("a", parameter)
+        with torch.no_grad():
+            parameter.add_(1.0)
+    assert book.reduce()["a"] == (1 + 2 + 3) / 3
+
+
 def test_what_is_no_scalar_is_refused() -> None:
     with pytest.raises(ValueError, match=r"log\('a', ...\) got a tensor of shape \(2,\)"):
         Logbook().add("a", torch.zeros(2))

@@ -100,6 +100,20 @@ def test_an_inconsistent_setup_is_refused(scheduler: Any, setup: Any, message: s
         configured(scheduler, **setup)
 
 
+def test_an_optimizer_that_computes_the_loss_itself_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"LBFGS, whose step needs a closure.*AdamW, SGD"):
+        configure_optimizer(Regression(torch.optim.LBFGS))
+
+
+def test_several_optimizers_are_refused_by_name() -> None:
+    def build(params: Any) -> dict[str, Any]:
+        first, *rest = params
+        return {"generator": sgd([first]), "critic": OptimizerSetup(sgd(rest))}
+
+    with pytest.raises(ValueError, match=r"several optimizers \(generator, critic\).*yet.*one"):
+        configure_optimizer(Regression(build))
+
+
 def test_what_is_no_optimizer_is_refused() -> None:
     for returned in (None, [torch.optim.SGD], "adam"):
         with pytest.raises(ValueError, match=rf"returned a {type(returned).__name__}; it must"):

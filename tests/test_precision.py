@@ -57,7 +57,7 @@ def watch(run_dir: Path, overflow_at: int | None = None, **options: Any) -> Watc
     task = Watching(overflow_at)
     options = {"global_batch_size": 4, "max_steps": 3, "gradient_clip_norm": 1e-3, **options}
     result = fit(task, run_dir, train=samples(12, torch.float32), **options)
-    assert result.step == 3
+    assert result.step == options["max_steps"]
     return task
 
 
@@ -97,6 +97,17 @@ def test_a_step_without_weight_counts_and_updates_nothing(unused: bool, tmp_path
     assert result.step == 3
     assert found.stepped == [True, True]
     assert_same(found, expected, 2e-3)
+
+
+@pytest.mark.parametrize(("before", "after"), [("fp32", "fp16"), ("fp16", "fp32"), ("fp16",) * 2])
+def test_a_run_may_go_on_in_another_precision(
+    before: str, after: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watch(tmp_path, precision=before, max_steps=2)
+    result = watch(tmp_path, precision=after, resume="auto")
+    starts_anew = "not trained in fp16; its loss scale starts anew" in capsys.readouterr().out
+    assert starts_anew == (before == "fp32")
+    assert result.stepped == [True]
 
 
 def test_half_precision_keeps_its_weights_in_full_precision(tmp_path: Path) -> None:

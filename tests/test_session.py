@@ -3,12 +3,13 @@
 import pytest
 import torch
 from support import Regression, fit, samples
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from trainer import DataModule, Trainer, distributed
 from trainer.config import TrainerConfig
 from trainer.data.module import as_data_module
 from trainer.session import Session
+from trainer.strategies import DDPStrategy, Strategy
 
 
 def session(task=None, data=None, *, train=None, **options):
@@ -23,11 +24,12 @@ def test_the_global_batch_size_comes_from_the_option_the_loader_or_the_default()
         ({"train": samples(9), "global_batch_size": 4}, 4),
         ({"train": loader}, 5),
     ]:
-        assert session(**options).train_batches()[1].global_batch_size == expected
+        found = session(**options).train_batches(DDPStrategy())
+        assert found[1].global_batch_size == expected
     with pytest.raises(
         ValueError, match="global_batch_size=4 is given, and the training data is a "
     ):
-        session(train=loader, global_batch_size=4).train_batches()
+        session(train=loader, global_batch_size=4).train_batches(DDPStrategy())
 
 
 class TwoSets(DataModule):
@@ -60,28 +62,63 @@ def test_missing_training_data_ends_a_fit(tmp_path):
         fit(Regression(), tmp_path, train=None, val=samples(3), max_epochs=1)
 
 
-def test_synchronised_batch_norm_is_refused_on_the_cpu():
-    with pytest.raises(ValueError, match="sync_batchnorm=true"):
-        session(train=samples(9), sync_batchnorm=True).train_batches()
+def test_a_global_batch_smaller_than_the_world_is_refused(monkeypatch):
+    found = session(train=samples(9), global_batch_size=1)
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    with pytest.raises(ValueError, match="global_batch_size=1 is smaller than the world size of 2"):
+        found.train_batches(DDPStrategy())
+
+
+class Ordered(DataModule):
+    def train_dataset(self):
+        return samples(8)
+
+    def train_indices(self, seed, epoch):
+        return range(7)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(samples(8))
+
+
+class Growing(BatchSampler):
+    """Has a batch size and does not keep to it."""
+
+    def __iter__(self):
+        return iter([[0], [1, 2]])
+
+
+def loader(**options):
+    return DataLoader(samples(9), **options)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "options", "message"),
+    ("data", "options", "expected"),
     [
-        (2, {"static_graph": True, "micro_batch_size": 1}, r"static_graph=true with 2 micro-batch"),
-        (2, {"global_batch_size": 1}, "global_batch_size=1 is smaller than the world size of 2"),
-        (1, {"static_graph": True, "micro_batch_size": 1}, None),
-        (2, {"static_graph": True}, None),
+        (samples(8), {}, True),
+        (samples(9), {}, False),
+        (samples(9), {"drop_last": True}, True),
+        (Ordered(), {}, False),
+        (Ordered(), {"drop_last": True}, True),
+        (Stream(), {"drop_last": True}, False),
+        (loader(batch_size=4), {"drop_last": True}, False),
+        (loader(batch_size=4, drop_last=True), {}, True),
+        (loader(batch_sampler=BatchSampler(range(7), 4, drop_last=True)), {}, True),
+        (loader(batch_sampler=Growing(range(7), 4, drop_last=True)), {}, False),
     ],
 )
-def test_sizes_that_cannot_work_are_refused(monkeypatch, world_size, options, message):
-    found = session(train=samples(9), **{"global_batch_size": 4, **options})
-    monkeypatch.setattr(distributed, "world_size", lambda: world_size)
-    if message is None:
-        found.train_batches()
-    else:
-        with pytest.raises(ValueError, match=message):
-            found.train_batches()
+def test_a_strategy_learns_whether_every_global_batch_is_full(data, options, expected):
+    class Asking(Strategy):
+        def check(self, plan, device, always_full):
+            self.found = plan.global_batch_size, device.type, always_full
+
+    strategy = Asking()
+    if not isinstance(data, DataLoader):
+        options = {"global_batch_size": 4, **options}
+    given = {"data": data} if isinstance(data, DataModule) else {"train": data}
+    session(**given, **options).train_batches(strategy)
+    assert strategy.found == (4, "cpu", expected)
 
 
 def test_prepare_that_sets_attributes_ends_every_kind_of_run():

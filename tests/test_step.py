@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -26,7 +27,9 @@ PARAMETER = torch.ones((), requires_grad=True)
         ({"loss": PARAMETER}, "a dict"),
         (torch.ones(()), "needs no gradient.*detach"),
         (WeightedLoss(torch.ones(()), 2), "needs no gradient"),
-        (WeightedLoss(PARAMETER, -1), "weight -1.0; a weight is at least 0"),
+        (WeightedLoss(PARAMETER, -1), "weight -1.0; a weight is finite and at least 0"),
+        (WeightedLoss(PARAMETER, math.inf), "weight inf; a weight is finite"),
+        (WeightedLoss(PARAMETER, torch.tensor(math.nan)), "weight nan; a weight is finite"),
         (WeightedLoss(PARAMETER, torch.tensor(-0.5)), "weight -0.5"),
         (WeightedLoss(PARAMETER, torch.ones(2)), r"weight has shape \(2,\)"),
         (WeightedLoss(2.0, 1), r"a float \(2.0\)"),  # type: ignore[arg-type]
@@ -63,10 +66,10 @@ class Given(Regression):
         return mean if self.kind == "mean" else WeightedLoss(mean * 10, 10)
 
 
-def step_module(kind: str) -> StepModule:
+def step_module(kind: str, needs_every_parameter: bool = True) -> StepModule:
     task = Given()
     task.kind = kind
-    return StepModule(task, Logbook(), {})
+    return StepModule(task, Logbook(), {}, needs_every_parameter=needs_every_parameter)
 
 
 def test_the_whole_batch_in_one_goes_through_as_it_is() -> None:
@@ -103,8 +106,25 @@ def test_a_micro_batch_without_weight_gives_zeros_and_takes_its_weight_away() ->
 
 
 def test_where_parameters_may_be_unused_a_micro_batch_without_weight_uses_none() -> None:
-    step = step_module("none")
-    step.needs_every_parameter = False
+    step = step_module("none", needs_every_parameter=False)
     step(samples(4).tensors, 4, 16).backward()
     assert all(p.grad is None for p in step.task.parameters())
     assert float(step.extra_weight.grad) == -0.25
+
+
+class InHalf(Regression):
+    """Sums its loss up in half precision, over a weight that half precision cannot express."""
+
+    dtype = torch.bfloat16
+
+    def loss(self, outputs: Tensor, batch: Any) -> WeightedLoss:
+        return WeightedLoss(outputs.to(self.dtype).sum(), torch.tensor(4097.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_weight_is_not_rounded_to_the_format_of_the_loss(dtype: torch.dtype) -> None:
+    task = InHalf()
+    task.dtype = dtype
+    step = StepModule(task, Logbook(), {})
+    step(samples(4).tensors, 4, 16).backward()
+    assert step.extra_weight.grad == (4097 - 4) / 16

@@ -317,7 +317,7 @@ def test_a_metric_that_nobody_measures_is_an_error(tmp_path: Path) -> None:
     data: dict[str, Any] = {"train": samples(4), "val": samples(3), "max_epochs": 3}
     with pytest.raises(ValueError, match=r"scheduler monitors 'val/f1'.*val/loss"):
         fit(Regression(plateau("val/f1")), tmp_path / "a", **data)
-    with pytest.raises(ValueError, match=r"checkpoint\.monitor=val/f1 is logged by nobody.*loss"):
+    with pytest.raises(ValueError, match=r"checkpoint\.monitor=val/f1 is measured by nobody.*loss"):
         fit(Regression(), tmp_path / "b", checkpoint={"monitor": "val/f1"}, **data)
 
 
@@ -478,3 +478,129 @@ def test_matmul_precision_holds_for_the_fit_only(tmp_path: Path) -> None:
 
     fit(Asking(), tmp_path, train=samples(4), max_steps=1, matmul_precision="medium")
     assert (seen, torch.get_float32_matmul_precision()) == (["medium"], "highest")
+
+
+def test_a_misspelt_monitor_is_an_error_in_a_run_shorter_than_an_epoch(tmp_path: Path) -> None:
+    options = {"max_steps": 2, "global_batch_size": 2, "checkpoint": {"monitor": "val/f1"}}
+    data = {"train": samples(20), "val": samples(3)}
+    with pytest.raises(ValueError, match=r"checkpoint\.monitor=val/f1 is measured by nobody"):
+        fit(Regression(), tmp_path, **data, **options)
+
+
+def test_a_test_without_data_is_an_error_before_the_first_step(tmp_path: Path) -> None:
+    told: list[str] = []
+    with pytest.raises(ValueError, match="there is no test data"):
+        fit(Told(told), tmp_path, train=samples(4), max_steps=1, test_best=True)
+    assert told == []
+
+
+def test_a_task_without_parameters_to_train_is_an_error(tmp_path: Path) -> None:
+    task = Regression()
+    task.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"no parameter of Regression requires a gradient"):
+        fit(task, tmp_path, train=samples(4), max_steps=1)
+
+
+class Remembering(Regression):
+    """Has state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = 0
+
+    def after_optimizer_step(self) -> None:
+        self.memory += 1
+
+    def get_extra_state(self) -> Any:
+        return {"memory": self.memory}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.memory = state["memory"]
+
+
+def test_state_that_is_no_tensor_is_saved_tested_and_resumed(tmp_path: Path) -> None:
+    data = {"train": samples(4), "val": samples(3), "test": samples(2)}
+    task = Remembering()
+    fit(task, tmp_path, max_epochs=3, test_best=True, **data)
+    assert task.memory == 3
+    resumed = Remembering()
+    fit(resumed, tmp_path, max_epochs=5, resume="auto", **data)
+    assert resumed.memory == 5
+
+
+class Stopping(Callback):
+    """Asks for a stop in one hook."""
+
+    def __init__(self, hook: str) -> None:
+        self.hook = hook
+
+    def on_fit_start(self, run: Any) -> None:
+        self.ask(run, "on_fit_start")
+
+    def on_save(self, run: Any, path: Path) -> None:
+        self.ask(run, "on_save")
+
+    def on_log(self, run: Any, metrics: dict[str, float]) -> None:
+        self.ask(run, "on_log")
+
+    def ask(self, run: Any, hook: str) -> None:
+        if hook == self.hook:
+            run.request_stop(f"asked in {hook}")
+
+
+@pytest.mark.parametrize(("hook", "steps"), [("on_fit_start", 0), ("on_save", 2), ("on_log", 3)])
+def test_a_stop_is_obeyed_right_after_the_event(hook: str, steps: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_steps": 8, "global_batch_size": 1, "log_every_n_steps": 3}
+    options["checkpoint"] = {"every_n_steps": 2, "asynchronous": False}
+    result = fit(Regression(), tmp_path, train=samples(9), callbacks=[Stopping(hook)], **options)
+    assert (result.step, result.stop_reason) == (steps, f"asked in {hook}")
+
+
+def test_a_callback_finds_its_state_beside_a_new_one(tmp_path: Path) -> None:
+    class Counting(Callback):
+        epochs = 0
+
+        def on_validation_end(self, run: Any, metrics: Mapping[str, float]) -> None:
+            self.epochs += 1
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"epochs": self.epochs}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.epochs = state["epochs"]
+
+    data = {"train": samples(4), "val": samples(3)}
+    fit(Regression(), tmp_path, max_epochs=2, callbacks=[Counting()], **data)
+    again = Counting()
+    callbacks = [LearningRate(), again]
+    fit(Regression(), tmp_path, max_epochs=3, callbacks=callbacks, resume="auto", **data)
+    assert again.epochs == 3
+
+
+def test_resuming_a_finished_run_measures_nothing_twice(tmp_path: Path) -> None:
+    data: dict[str, Any] = {"train": samples(4), "val": samples(3), "logger": None}
+    fit(Regression(plateau("val/loss")), tmp_path, max_epochs=2, **data)
+    written = (tmp_path / "metrics.jsonl").read_text()
+    fit(Regression(plateau("val/loss")), tmp_path, max_epochs=2, resume="auto", **data)
+    assert (tmp_path / "metrics.jsonl").read_text() == written
+
+
+@pytest.mark.parametrize("change", [{"global_batch_size": 4}, {"seed": 1}])
+def test_resuming_with_another_order_of_samples_is_refused(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
+    options = {"max_steps": 1, "global_batch_size": 2, "seed": 0}
+    fit(Regression(), tmp_path, train=samples(8), **options)
+    name = next(iter(change))
+    with pytest.raises(ValueError, match=f"another order of the samples: {name} "):
+        fit(Regression(), tmp_path, train=samples(8), resume="auto", **{**options, **change})
+
+
+def test_the_best_checkpoint_knows_the_metric_measured_after_it_was_written(
+    tmp_path: Path,
+) -> None:
+    options: dict[str, Any] = {"max_steps": 4, "global_batch_size": 1}
+    options["checkpoint"] = {"every_n_steps": 2, "monitor": "val/loss"}
+    data = {"train": samples(9), "val": samples(3)}
+    result = fit(Regression(), tmp_path, **data, **options)
+    assert result.best_checkpoint == result.last_checkpoint

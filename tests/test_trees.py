@@ -31,6 +31,15 @@ def test_everything_with_a_to_is_moved():
     assert moved["y"] == [meta, "text", None]
 
 
+def test_a_tuple_with_a_to_is_moved_as_a_whole():
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    moved = to_device((packed, [packed]), torch.device("meta"))
+    for found in (moved[0], moved[1][0]):
+        assert isinstance(found, type(packed))
+        assert found.data.device.type == "meta"
+        assert found.batch_sizes.device.type == "cpu"
+
+
 def test_detached_tensors_keep_their_place():
     x = torch.ones(2, requires_grad=True)
     found = detached((x * 2, {"y": x * 3}, 5))

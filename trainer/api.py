@@ -88,7 +88,7 @@ class Trainer:
         """
         self.config.check_limits()
         module = as_data_module(data, train=train, val=val, test=test)
-        result: FitResult = self._launch(self._fit, task, module, test_best)
+        result: FitResult = self._launch(self._fit, True, task, module, test_best)
         if result is not None:
             self._run_dir = result.run_dir
         return result
@@ -110,7 +110,9 @@ class Trainer:
             ckpt_path: ``best``, ``last`` or a path; None for the weights as they are.
         """
         module = as_data_module(data, val=val)
-        found: dict[str, float] = self._launch(self._evaluate, task, module, "val", ckpt_path)
+        found: dict[str, float] = self._launch(
+            self._evaluate, ckpt_path is not None, task, module, "val", ckpt_path
+        )
         return found
 
     def test(
@@ -123,7 +125,9 @@ class Trainer:
     ) -> dict[str, float]:
         """Return the test metrics (``test/loss``, ...); arguments as for `validate`."""
         module = as_data_module(data, test=test)
-        found: dict[str, float] = self._launch(self._evaluate, task, module, "test", ckpt_path)
+        found: dict[str, float] = self._launch(
+            self._evaluate, ckpt_path is not None, task, module, "test", ckpt_path
+        )
         return found
 
     def predict(
@@ -146,22 +150,29 @@ class Trainer:
                 return the folder: for predictions that do not fit into memory.
         """
         module = as_data_module(data, predict=predict)
-        return self._launch(self._predict, task, module, ckpt_path, output_dir)
+        return self._launch(
+            self._predict, ckpt_path is not None, task, module, ckpt_path, output_dir
+        )
 
-    def _launch(self, job: Callable[..., Any], task: TaskModule, *args: Any) -> Any:
+    def _launch(
+        self, job: Callable[..., Any], changes_weights: bool, task: TaskModule, *args: Any
+    ) -> Any:
+        """Run ``job(task, *args)`` on all ranks; afterwards ``task`` is as the ranks left it."""
         check_contract(task)
-        outcome = launch(self._on_rank, job, task, *args, config=self.config, where=self._where)
+        outcome = launch(
+            self._on_rank, job, changes_weights, task, *args, config=self.config, where=self._where
+        )
         if outcome is None:
             return None
         result, weights = outcome
-        if weights is not None:  # the ranks were processes of their own
+        if weights is not None:
             task.load_state_dict(weights)
         return result
 
     def _on_rank(
-        self, job: Callable[..., Any], task: TaskModule, *args: Any
+        self, job: Callable[..., Any], changes_weights: bool, task: TaskModule, *args: Any
     ) -> tuple[Any, dict[str, Any] | None]:
-        """Run a job on a rank; return the weights too where the caller has a process of its own."""
+        """Run a job on a rank; return the weights too if the caller has another process."""
         matmul_precision = torch.get_float32_matmul_precision()
         try:
             torch.set_float32_matmul_precision(self.config.matmul_precision or matmul_precision)
@@ -169,7 +180,8 @@ class Trainer:
         finally:
             torch.set_float32_matmul_precision(matmul_precision)
             task.run = RunFacts()
-        return result, task.state_dict() if in_child() and distributed.rank() == 0 else None
+        travels = changes_weights and in_child() and distributed.rank() == 0
+        return result, task.state_dict() if travels else None
 
     def _where(self) -> str:
         return f"step {self._state.step}"
@@ -184,9 +196,9 @@ class Trainer:
         loggers = instantiate_all(logger, Logger, "logger", default_loggers)
         session = Session(self.config, task, data)
         self._state = TrainState()
-        training = Training(session, self._state, callbacks, loggers, self.run_config)
+        training = Training(session, self._state, callbacks, loggers, self.run_config, test_best)
         with training.open():
-            return training.run(test_best)
+            return training.run()
 
     def _evaluate(
         self, task: TaskModule, data: DataModule, split: str, ckpt_path: str | Path | None

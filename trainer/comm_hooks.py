@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+from trainer.precision import DTYPES
 
 Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
 
@@ -34,23 +34,27 @@ def compress_hook(name: str, exact: torch.nn.Parameter) -> Hook:
         compressed = buffer.div(world_size).to(dtype)
         pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
         exact_grad = next((grad for parameter, grad in pairs if parameter is exact), None)
+        exact_sent: Future[Any] | None = None
         if exact_grad is not None:
             # Sent first: the backend takes work in order, so whoever waits for this one below
             # cannot keep it from starting.
-            exact_mean = exact_grad.div(world_size)
-            exact_sent = dist.all_reduce(exact_mean, async_op=True)
-        sent = dist.all_reduce(compressed, async_op=True)
+            exact_sent = _all_reduce(exact_grad.div(world_size))
 
-        # Gloo calls this before it declares the work done, so it must not wait for `sent` itself.
-        def decompress(_: Future[Any]) -> torch.Tensor:
-            buffer.copy_(compressed)
-            if exact_grad is not None:
-                exact_sent.wait()
-                exact_grad.copy_(exact_mean)
+        # Gloo calls this before it declares the work done, so it must not wait for that. NCCL calls
+        # it at once, on a stream of its own: only what comes out of a future stays in memory until
+        # that stream has read it.
+        def decompress(sent: Future[Any]) -> torch.Tensor:
+            buffer.copy_(sent.value()[0])
+            if exact_grad is not None and exact_sent is not None:
+                exact_grad.copy_(exact_sent.wait()[0])
             return buffer
 
-        future: Future[Any] = sent.get_future()
-        return future.then(decompress)
+        return _all_reduce(compressed).then(decompress)
 
     hook.__name__ = f"send_as_{name}"  # DDP refuses torch's own names on gloo
     return hook
+
+
+def _all_reduce(tensor: torch.Tensor) -> Future[Any]:
+    future: Future[Any] = dist.all_reduce(tensor, async_op=True).get_future()
+    return future

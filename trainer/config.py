@@ -84,7 +84,12 @@ class TrainerConfig:
     devices: int | str = option(
         1, "Ranks (processes) per machine; `auto`: all devices.", at_least=1, choices=("auto",)
     )
-    num_nodes: int = option(1, "Machines. World size = devices * num_nodes.", at_least=1)
+    num_nodes: int = option(
+        1,
+        "Machines. More than one need a launcher (torchrun, srun), which decides how many there "
+        "are; a run that finds another number than this says so.",
+        at_least=1,
+    )
     accelerator: str = option(
         "auto", "Where to train; `auto`: CUDA where there is one.", choices=("auto", "cpu", "cuda")
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -66,11 +67,13 @@ def weigh(
                     "it must be a number or a scalar tensor: sum it"
                 )
             weight = weight.detach()
-        if weight < 0:
+        number = float(weight)
+        if not 0 <= number < math.inf:
             raise ValueError(
-                f"loss returned a WeightedLoss with weight {float(weight)}; a weight is at least 0"
+                f"loss returned a WeightedLoss with weight {number}; a weight is finite and at "
+                "least 0"
             )
-        if weight == 0:
+        if number == 0:
             return None, 0.0
     if not isinstance(value, torch.Tensor):
         raise ValueError(

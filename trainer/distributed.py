@@ -51,6 +51,11 @@ def local_world_size() -> int:
     return int(os.environ["LOCAL_WORLD_SIZE"]) if world_size() > 1 else 1
 
 
+def first_ranks() -> list[int]:
+    """The first rank of each machine. A collective: every rank calls it."""
+    return [number for number, local in enumerate(all_gather_object(local_rank())) if local == 0]
+
+
 def accelerator(choice: str) -> str:
     """Return ``"cpu"`` or ``"cuda"`` for the option ``accelerator``: auto, cpu or cuda.
 
@@ -80,7 +85,7 @@ def device(kind: str) -> torch.device:
 
 def _cuda_device(local_rank: int) -> torch.device:
     # A launcher may show each rank its own device only, which is then number 0.
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
+    return torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)
 
 
 def backends(kind: str) -> str:
@@ -141,7 +146,7 @@ def run_once_per_machine(fn: Callable[[], object], timeout_s: float) -> None:
     global _runs_per_machine
     _runs_per_machine += 1
     store = PrefixStore(f"once/{_runs_per_machine}", _get_default_store())
-    machine = os.environ.get("GROUP_RANK", "0")
+    machines = [str(first) for first in first_ranks()]
     if local_rank() == 0:
         failure: Failure | None = None
         try:
@@ -150,14 +155,13 @@ def run_once_per_machine(fn: Callable[[], object], timeout_s: float) -> None:
             failure = Failure.of(error, rank(), "in work that runs once per machine")
             raise
         finally:
-            store.set(machine, pickle.dumps(failure))  # type: ignore[arg-type]
-    machines = [str(n) for n in range(int(os.environ.get("GROUP_WORLD_SIZE", "1")))]
+            store.set(str(rank()), pickle.dumps(failure))  # type: ignore[arg-type]
     deadline = time.monotonic() + timeout_s
     while not store.check(machines):
         if time.monotonic() > deadline:
             late = ", ".join(name for name in machines if not store.check([name]))
             raise TimeoutError(
-                f"machine {late} was not done after {timeout_s:g} s with work that runs once per "
+                f"rank {late} was not done after {timeout_s:g} s with work that runs once per "
                 "machine"
             )
         time.sleep(0.05)

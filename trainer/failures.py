@@ -10,6 +10,12 @@ from dataclasses import dataclass
 
 from torch.distributed import DistNetworkError
 
+_LIMIT = 1_000_000  # of each part: a store refuses values over 8 MiB, by closing the connection
+
+# What gloo and NCCL say when the other side is gone. A timeout counts too: the rank that reports
+# it waited for another.
+_LINK_BROKE = re.compile(r"gloo/transport|Connection (reset|closed) by peer|ncclRemoteError")
+
 
 class RankError(RuntimeError):
     """A rank ended in a way that left no exception to raise here: killed, or not picklable."""
@@ -97,13 +103,6 @@ def death_of(rank: int, exitcode: int) -> RankError:
             "micro_batch_size, fewer num_workers or fewer devices"
         )
     return RankError(f"rank {rank} was killed by {name}{hint}")
-
-
-_LIMIT = 1_000_000  # of each part: a store refuses values over 8 MiB, by closing the connection
-
-# What gloo and NCCL say when the other side is gone. A timeout counts too: the rank that reports
-# it waited for another.
-_LINK_BROKE = re.compile(r"gloo/transport|Connection (reset|closed) by peer|ncclRemoteError")
 
 
 def _pickle(error: BaseException) -> bytes | None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import nn
 
+from trainer.messages import listed
 from trainer.step import StepModule
 
 # Below this share of the planned weight a step counts as one of weight 0: the resolution of the
@@ -26,14 +25,16 @@ class Gradients:
         Args:
             step_module: What is wrapped; its ``extra_weight`` has as gradient the relative
                 difference between the true and the planned weight of the global batch.
-            may_miss: Whether parameters may go without a gradient (``find_unused_parameters``).
+            may_miss: Whether parameters may go without a gradient (the strategy's
+                ``may_miss_gradients``).
         """
         task = step_module.task
         self._step_module = step_module
-        self._named = [(name, p) for name, p in task.named_parameters() if p.requires_grad]
-        self._trained = [p for _, p in self._named]
-        self._frozen = [p for p in task.parameters() if not p.requires_grad]
+        self._named = dict(task.named_parameters())
+        self._trained = [p for p in self._named.values() if p.requires_grad]
+        self._frozen = [p for p in self._named.values() if not p.requires_grad]
         self._may_miss = may_miss
+        self._one = torch.ones_like(step_module.extra_weight, requires_grad=False)
 
     def check(self) -> None:
         """Refuse to step if a parameter has no gradient, or was frozen or thawed in mid-run.
@@ -41,43 +42,57 @@ class Gradients:
         Raises:
             ValueError: Naming the parameters and what to do.
         """
-        if not self._may_miss and any(p.grad is None for p in self._trained):
-            self._explain_missing()
-        if self._frozen and any(p.requires_grad for p in self._frozen):
+        was_frozen = [p for p in self._trained if not p.requires_grad]
+        was_thawed = [p for p in self._frozen if p.requires_grad]
+        if was_frozen or was_thawed:
+            old, new = (True, False) if was_frozen else (False, True)
             raise ValueError(
-                "requires_grad of a parameter changed from False to True in mid-run, so its "
-                "gradient was not reduced over the ranks; change requires_grad in "
-                "TaskModule.on_epoch_start only"
+                f"requires_grad of {self._names(was_frozen or was_thawed)} changed from {old} to "
+                f"{new} in mid-run, which the reduction of gradients over the ranks cannot follow; "
+                "change requires_grad in TaskModule.on_epoch_start only"
+            )
+        if not self._may_miss and any(p.grad is None for p in self._trained):
+            missing = self._names([p for p in self._trained if p.grad is None])
+            raise ValueError(
+                f"no gradient for {missing}: the loss does not depend on them in this step. "
+                "Use them in forward or loss, set requires_grad=False for good, or allow it with "
+                "find_unused_parameters=true"
             )
 
-    def correct(self, loss_scale: float) -> bool:
-        """Make gradients over the planned weight into gradients over the true weight, in place.
+    def correct(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+        """Unscale gradients, and make those over the planned into those over the true weight.
 
         Args:
-            loss_scale: The factor by which ``extra_weight``'s gradient is still scaled.
+            scaler: What scaled the loss. It must see the gradients before they are corrected: it
+                would take an error in the weight for an overflow.
+            optimizer: Whose gradients these are.
 
         Returns:
             Whether the global batch has any weight; if not, there is nothing to step on.
 
         Raises:
-            ValueError: If there is weight, but too little to be told from none.
+            ValueError: If there is weight, but too little to be told from none, and that can be
+                read without waiting for an accelerator. Where it cannot, gradients become NaN, so
+                that the run ends at its next log event or checkpoint.
         """
         extra = self._step_module.extra_weight.grad
-        if extra is None:
-            return True
-        true_over_planned = 1 + extra / loss_scale
-        # A look at a number on an accelerator waits for it, so it is taken only where the sum may
-        # be 0: a rank with weight of its own knows that it is not.
-        if extra.device.type == "cpu" or not self._step_module.has_weight:
-            ratio = float(true_over_planned)
-            if ratio < NO_WEIGHT:
-                if self._step_module.has_weight:
+        ratio: torch.Tensor | None = None  # of the true to the planned weight
+        if extra is not None:
+            ratio = 1 + extra / scaler.scale(self._one)
+            has_weight = self._step_module.has_weight
+            # A rank with weight of its own knows that the sum is not 0, so it need not wait.
+            if has_weight and _is_slow_to_read(ratio):
+                ratio = torch.where(ratio < NO_WEIGHT, torch.nan, ratio)
+            elif (number := float(ratio)) < NO_WEIGHT:
+                if has_weight:
                     self._explain_small_weight()
                 return False
-            if ratio == 1:
-                return True
-        grads = [p.grad for p in self._trained if p.grad is not None]
-        torch._foreach_mul_(grads, 1 / true_over_planned)
+            elif number == 1:
+                ratio = None
+        scaler.unscale_(optimizer)
+        if ratio is not None:
+            grads = [p.grad for p in self._trained if p.grad is not None]
+            torch._foreach_mul_(grads, 1 / ratio)
         return True
 
     def clip(self, max_norm: float | None) -> None:
@@ -98,27 +113,25 @@ class Gradients:
             "WeightedLoss by the same number, so that a sample weighs about 1"
         )
 
-    def _explain_missing(self) -> None:
-        frozen = [name for name, p in self._named if not p.requires_grad]
-        if frozen:
-            raise ValueError(
-                f"requires_grad of {_listed(frozen)} changed from True to False in mid-run; change "
-                "requires_grad in TaskModule.on_epoch_start only"
-            )
-        missing = [name for name, p in self._named if p.grad is None]
-        raise ValueError(
-            f"no gradient for {_listed(missing)}: the loss does not depend on them in this step. "
-            "Use them in forward or loss, set requires_grad=False for good, or allow it with "
-            "find_unused_parameters=true"
-        )
+    def _names(self, parameters: list[nn.Parameter]) -> str:
+        wanted = {id(p) for p in parameters}
+        return listed([name for name, p in self._named.items() if id(p) in wanted])
 
 
 def trained_names(module: nn.Module) -> tuple[str, ...]:
-    """The names of the parameters that require a gradient."""
-    return tuple(name for name, p in module.named_parameters() if p.requires_grad)
+    """Return the names of the parameters that require a gradient.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    names = tuple(name for name, p in module.named_parameters() if p.requires_grad)
+    if not names:
+        raise ValueError(
+            f"no parameter of {type(module).__name__} requires a gradient, so there is nothing to "
+            "train; check requires_grad, and that the layers are attributes of the task"
+        )
+    return names
 
 
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    shown = ", ".join(names[:8])
-    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more parameters"
+def _is_slow_to_read(number: torch.Tensor) -> bool:
+    return number.device.type != "cpu"

@@ -25,11 +25,11 @@ from torch.distributed.rendezvous import rendezvous
 from trainer import distributed, ranks
 from trainer.config import TrainerConfig
 from trainer.failures import follows_from_another
+from trainer.ranks import in_child as in_child  # callers of `launch` ask it too
 
-
-def in_child() -> bool:
-    """Whether this process is a rank that `launch` started."""
-    return ranks.is_rank
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_JOB_ID")
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM's numbers for the batch script, an interactive shell, ...
 
 
 def launch(
@@ -111,11 +111,6 @@ def find_launcher(choice: str, env: Mapping[str, str]) -> tuple[str, str]:
     if distributed.is_initialized():
         return "script", "it has set up a process group"
     return "self", "no launcher"
-
-
-_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_JOB_ID")
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM's numbers for the batch script, an interactive shell, ...
 
 
 def _is_srun_task(env: Mapping[str, str]) -> bool:
@@ -201,16 +196,6 @@ def threads_per_rank(choice: int | str, local_world_size: int) -> int | None:
     return max(1, ranks.cores() // local_world_size)
 
 
-def start_method() -> tuple[str, str]:
-    """Return ``"fork"`` or ``"fresh"``, and why it cannot be fork."""
-    forced = os.environ.get("TRAINER_START_METHOD")
-    if forced not in (None, "fork", "fresh"):
-        raise ValueError(f"TRAINER_START_METHOD={forced}: it must be fork or fresh")
-    if forced is not None:
-        return forced, "TRAINER_START_METHOD is set"
-    return ranks.start_method()
-
-
 def _start_ranks(
     job: Callable[..., Any],
     args: tuple[Any, ...],
@@ -219,20 +204,20 @@ def _start_ranks(
     kind: str,
     count: int,
 ) -> Any:
-    method, reason = start_method()
+    method, reason = ranks.start_method()
     how = "fork" if method == "fork" else f"fresh interpreters, because {reason}"
     print(
         f"launcher: {count} processes on this machine, started here ({how}); "
         f"{distributed.backends(kind)} on {kind}",
         flush=True,
     )
-    plan = ranks.Plan(
+    group = ranks.Group(
         world_size=count,
         kind=kind,
         num_threads=threads_per_rank(config.num_threads, count),
         timeout_s=config.timeout_s,
     )
-    return ranks.run(plan, method, ranks.Work(job, args, where))
+    return ranks.run(group, method, ranks.Work(job, args, where))
 
 
 def _run_as_rank(
@@ -247,17 +232,18 @@ def _run_as_rank(
     """Run the job in a rank that somebody else started. The group stays up for the next call."""
     if launcher == "slurm":
         os.environ.update(slurm_env(os.environ))
+    if kind == "cuda":
+        _check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if distributed.is_initialized():
         _check_group(kind)  # the script's own, or ours from the last call
     elif int(os.environ["WORLD_SIZE"]) > 1:
         _join_group(kind, config.timeout_s)
+    unused = _unused(config)
     if distributed.rank() == 0:
         count = distributed.world_size()
-        unused = config.devices not in (1, "auto", distributed.local_world_size())
         print(
             f"launcher: {count} process{'es' if count > 1 else ''}, started by {launcher} ({reason}"
-            f"{f'; devices={config.devices} is not used' if unused else ''}); "
-            f"{distributed.backends(kind)} on {kind}",
+            f"{unused}); {distributed.backends(kind)} on {kind}",
             flush=True,
         )
     threads = threads_per_rank(config.num_threads, distributed.local_world_size())
@@ -269,6 +255,33 @@ def _run_as_rank(
             _explain(error, where)
             raise
     return result if distributed.rank() == 0 else None
+
+
+def _check_devices(local_world_size: int) -> None:
+    """Refuse several ranks on one device.
+
+    Raises:
+        ValueError: If a launcher started more ranks on this machine than it has devices.
+    """
+    available = torch.cuda.device_count()
+    # One device may be this rank's own: launchers can hide those of the others.
+    if 1 < available < local_world_size:
+        raise ValueError(
+            f"the launcher started {local_world_size} ranks on this machine, which shows "
+            f"{available} CUDA devices; start one rank per device (torchrun "
+            f"--nproc-per-node={available}), or use accelerator=cpu"
+        )
+
+
+def _unused(config: TrainerConfig) -> str:
+    """Return the options that say something else than the launcher did; called on every rank."""
+    found = {
+        "devices": distributed.local_world_size(),
+        "num_nodes": len(distributed.first_ranks()),
+    }
+    given = {name: getattr(config, name) for name in found}
+    unused = [f"{n}={v}" for n, v in given.items() if v not in (1, "auto", found[n])]
+    return f"; not used: {', '.join(unused)}" if unused else ""
 
 
 def _explain(error: Exception, where: Callable[[], str]) -> None:

@@ -61,6 +61,8 @@ class Logbook:
                 f"log({name!r}, ...) got a tensor of shape {tuple(value.shape)}; log a scalar: its "
                 "mean or its norm, say"
             )
+        if isinstance(value, torch.Tensor):  # a parameter or buffer will change in place
+            value = value.detach().clone()
         self._append(name, value, self._num_samples if weight is None else weight)
 
     def add_loss(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -97,15 +98,30 @@ def configure_optimizer(task: TaskModule) -> tuple[torch.optim.Optimizer, Schedu
     """Ask the task for its optimizer and check the answer.
 
     Raises:
-        ValueError: If it is no optimizer or `OptimizerSetup`, or the setup is inconsistent.
+        ValueError: If it is no optimizer or `OptimizerSetup`, an optimizer that the loop cannot
+            step, or an inconsistent setup.
     """
-    found = task.configure_optimizers()
+    found: Any = task.configure_optimizers()
+    if isinstance(found, Mapping):
+        raise ValueError(
+            f"configure_optimizers returned several optimizers ({', '.join(map(str, found))}), "
+            "which the Trainer cannot take turns with yet; return one optimizer over all "
+            "parameters (a parameter group can have its own lr), or train each in a fit of its own"
+        )
     setup = found if isinstance(found, OptimizerSetup) else OptimizerSetup(found)
     if not isinstance(setup.optimizer, torch.optim.Optimizer):
         raise ValueError(
             f"configure_optimizers returned a {type(found).__name__}; it must return a "
             "torch.optim.Optimizer or OptimizerSetup(optimizer, scheduler)"
         )
+    try:
+        inspect.signature(type(setup.optimizer).step).bind(setup.optimizer)
+    except TypeError:
+        raise ValueError(
+            f"configure_optimizers returned {type(setup.optimizer).__name__}, whose step needs a "
+            "closure that computes the loss several times per step; the Trainer computes it once: "
+            "use an optimizer whose step() works without (AdamW, SGD, ...)"
+        ) from None
     _check_schedule(setup)
     own = {id(p) for p in task.parameters()}
     foreign = sum(id(p) not in own for g in setup.optimizer.param_groups for p in g["params"])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
+
+from trainer import distributed
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -14,7 +17,8 @@ class Precision:
 
     Attributes:
         scaler: Scales the loss so that fp16 gradients do not vanish, and skips steps in which they
-            overflow; it does nothing for fp32 and bf16.
+            overflow; it does nothing for fp32 and bf16. Its ``step`` waits for an accelerator to
+            learn of an overflow, unless the optimizer is a fused one.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
@@ -27,3 +31,14 @@ class Precision:
         if self._dtype is None:
             return nullcontext()
         return torch.autocast(self._device.type, dtype=self._dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the loss scaling; empty where there is none."""
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what ``state_dict`` returned, in this precision or another."""
+        if state:
+            self.scaler.load_state_dict(state)
+        elif self.scaler.is_enabled() and distributed.rank() == 0:
+            print("resume: the checkpoint was not trained in fp16; its loss scale starts anew")

@@ -41,14 +41,13 @@ from trainer.failures import Failure, death_of
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext, ProcessFailure
 
-is_rank = False
-"""Whether this process is a rank that another process started through `run`."""
-
 LINGER_S = 1.0
 """How long a rank that lost its peers stays, so that the rank which really failed ends first."""
 
 _POLL_S = 0.05
 _GRACE_S = 2  # between SIGTERM and SIGKILL, when the caller wants to stop
+_PROBE_S = 5.0  # for a backward pass of one number in a forked child
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _HOST = "127.0.0.1"
 _HEAVY_MODULES = (  # what every rank of a training run imports; torch._dynamo alone takes a second
     "torch._dynamo",
@@ -58,10 +57,13 @@ _HEAVY_MODULES = (  # what every rank of a training run imports; torch._dynamo a
     "torch.utils.data",
 )
 
+_starting = threading.Lock()  # the warning filters belong to the whole process
+_is_rank = False
+
 
 @dataclass(frozen=True)
-class Plan:
-    """What every rank has to know.
+class Group:
+    """The ranks of one launch: what each has to know of it.
 
     Attributes:
         world_size: The number of ranks.
@@ -98,8 +100,22 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+def in_child() -> bool:
+    """Whether this process is a rank that another one started through `run`."""
+    return _is_rank
+
+
 def start_method() -> tuple[str, str]:
-    """Return ``"fork"`` or ``"fresh"``, and why it cannot be fork."""
+    """Return ``"fork"`` or ``"fresh"``, and why it is not the usual fork.
+
+    Raises:
+        ValueError: If the environment variable asks for something else.
+    """
+    forced = os.environ.get("TRAINER_START_METHOD")
+    if forced in ("fork", "fresh"):
+        return forced, "TRAINER_START_METHOD is set"
+    if forced is not None:
+        raise ValueError(f"TRAINER_START_METHOD={forced}: it must be fork or fresh")
     if sys.platform != "linux":
         return "fresh", "forking is only safe on Linux"
     if multiprocessing.current_process().daemon:
@@ -108,7 +124,7 @@ def start_method() -> tuple[str, str]:
         return "fresh", "CUDA is in use in this process"
     cuda_built = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
     if cuda_built and not _survives_fork():
-        return "fresh", "this process has asked CUDA for its devices"
+        return "fresh", "a process forked from this one could not train on CUDA"
     return "fork", ""
 
 
@@ -119,6 +135,10 @@ def _survives_fork() -> bool:
     if child == 0:
         usable = False
         try:
+            # Beside threads of the parent's autograd the pass below may wait for ever.
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+            signal.setitimer(signal.ITIMER_REAL, _PROBE_S)
             torch.zeros(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
             usable = not torch.cuda._is_in_bad_fork()
         finally:
@@ -126,20 +146,20 @@ def _survives_fork() -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-def run(plan: Plan, method: str, work: Work) -> Any:
+def run(group: Group, method: str, work: Work) -> Any:
     """Start the ranks, wait for them, and return rank 0's result.
 
     Whatever ends the wait (an exception in a rank, Ctrl-C, SIGTERM), no rank is left behind.
 
     Args:
-        plan: How many ranks, and how they run.
+        group: How many ranks, and how they run.
         method: ``"fork"`` or ``"fresh"``.
         work: What they run.
     """
     if method == "fork":
         for name in _HEAVY_MODULES:
             importlib.import_module(name)
-    supervisor = _Supervisor(plan, method, work)
+    supervisor = _Supervisor(group, method, work)
     with _end_on_signal(supervisor):
         try:
             supervisor.start()
@@ -197,9 +217,9 @@ class _Supervisor(threading.Thread):
         error: What the caller is to raise instead.
     """
 
-    def __init__(self, plan: Plan, method: str, work: Work) -> None:
+    def __init__(self, group: Group, method: str, work: Work) -> None:
         super().__init__(name="trainer-ranks")
-        self._plan = plan
+        self._group = group
         self._method = method
         self._work: Work | None = work
         self.stopping = False
@@ -224,11 +244,11 @@ class _Supervisor(threading.Thread):
         try:
             # The ranks may connect as soon as the socket listens. The store itself starts after
             # the fork, because its thread would not survive that.
-            listener = socket.create_server((_HOST, 0), backlog=2 * self._plan.world_size)
-            port = listener.getsockname()[1]
-            plan = replace(self._plan, port=port, parent=os.getpid(), folder=folder)
-            listener_fd = listener.detach()
-            context = _start(plan, self._method, work, listener_fd)
+            with socket.create_server((_HOST, 0), backlog=2 * self._group.world_size) as listener:
+                port = listener.getsockname()[1]
+                group = replace(self._group, port=port, parent=os.getpid(), folder=folder)
+                context = _start(group, self._method, work, listener)
+                listener_fd = listener.detach()  # it is the store's now
             try:
                 store = TCPStore(
                     _HOST,
@@ -242,10 +262,10 @@ class _Supervisor(threading.Thread):
                         return
                     time.sleep(_POLL_S)
                 if ended.is_failed():
-                    self.error = _first_failure(ended.failures.values(), store, plan)
+                    self.error = _first_failure(ended.failures.values(), store, group)
                 else:
                     self.result = torch.load(
-                        _result_path(plan), map_location="cpu", weights_only=False
+                        _result_path(group), map_location="cpu", weights_only=False
                     )
             finally:
                 context.close(timeout=_GRACE_S)
@@ -253,51 +273,55 @@ class _Supervisor(threading.Thread):
             shutil.rmtree(folder, ignore_errors=True)  # a dying process may still write there
 
 
-def _start(plan: Plan, method: str, work: Work, listener_fd: int) -> PContext:
+def _start(group: Group, method: str, work: Work, listener: socket.socket) -> PContext:
     """Start the ranks' processes."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
     entrypoint: Callable[..., None] | str
     arguments: dict[int, tuple[Any, ...]]
-    numbers = range(plan.world_size)
+    environment: dict[str, str] = {}
+    numbers = range(group.world_size)
     if method == "fork":
         # Until a rank has its own handlers, it must not run the caller's.
         signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
         entrypoint = _forked_rank
-        arguments = {n: (n, plan, work, listener_fd) for n in numbers}
+        arguments = {n: (n, group, work, listener) for n in numbers}
     else:
         entrypoint = sys.executable
-        program = _fresh_program(_write_work(plan, work))
+        program = _fresh_program(_write_work(group, work))
         arguments = dict.fromkeys(numbers, ("-c", program))
+        # An OpenMP thread that spins while it waits takes the core from one that works, as soon as
+        # there are more of them than cores. Read when torch is loaded: too late for a forked rank.
+        environment["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "passive")
     with _fork_warnings_muted():
         return start_processes(
             name="rank",
             entrypoint=entrypoint,
             args=arguments,
-            envs={n: _environment(plan, n) for n in numbers},
+            envs={n: environment | _environment(group, n) for n in numbers},
             logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
             start_method="fork",
         )
 
 
-def _environment(plan: Plan, number: int) -> dict[str, str]:
+def _environment(group: Group, number: int) -> dict[str, str]:
     """Return the variables that torchrun would set too; users' code and libraries read them."""
     return {
         "RANK": str(number),
-        "WORLD_SIZE": str(plan.world_size),
+        "WORLD_SIZE": str(group.world_size),
         "LOCAL_RANK": str(number),
-        "LOCAL_WORLD_SIZE": str(plan.world_size),
+        "LOCAL_WORLD_SIZE": str(group.world_size),
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
         "MASTER_ADDR": _HOST,
-        "MASTER_PORT": str(plan.port),
+        "MASTER_PORT": str(group.port),
     }
 
 
-def _first_failure(ended: Iterable[ProcessFailure], store: Store, plan: Plan) -> BaseException:
+def _first_failure(ended: Iterable[ProcessFailure], store: Store, group: Group) -> BaseException:
     """Return the error of the rank that failed first, not of one that lost its peer through it."""
     reported: list[Failure] = []
-    for path in (_failure_path(plan, n) for n in range(1, store.add("failures", 0) + 1)):
+    for path in (_failure_path(group, n) for n in range(1, store.add("failures", 0) + 1)):
         if path.exists():  # else its rank was killed before it could write
             reported.append(pickle.loads(path.read_bytes()))
     for failure in reported:
@@ -311,21 +335,21 @@ def _first_failure(ended: Iterable[ProcessFailure], store: Store, plan: Plan) ->
     return reported[0].error()
 
 
-def _failure_path(plan: Plan, order: int) -> Path:
-    return Path(plan.folder, f"failure-{order}")
+def _failure_path(group: Group, order: int) -> Path:
+    return Path(group.folder, f"failure-{order}")
 
 
-def _result_path(plan: Plan) -> Path:
-    return Path(plan.folder, "result")
+def _result_path(group: Group) -> Path:
+    return Path(group.folder, "result")
 
 
 # What happens in a rank.
 
 
-def _forked_rank(number: int, plan: Plan, work: Work, listener_fd: int) -> None:
-    os.close(listener_fd)
-    _settle(plan)
-    _run_rank(number, plan, lambda: work)
+def _forked_rank(number: int, group: Group, work: Work, listener: socket.socket) -> None:
+    listener.close()
+    _settle(group)
+    _run_rank(number, group, lambda: work)
 
 
 def _fresh_program(path: str) -> str:
@@ -336,13 +360,13 @@ def _fresh_program(path: str) -> str:
     )
 
 
-def _write_work(plan: Plan, work: Work) -> str:
+def _write_work(group: Group, work: Work) -> str:
     """Write what fresh interpreters need, and return its path."""
     import cloudpickle
 
-    path = Path(plan.folder, "work")
+    path = Path(group.folder, "work")
     with path.open("wb") as file:
-        pickle.dump((plan, sys.argv), file)
+        pickle.dump((group, sys.argv), file)
         try:
             cloudpickle.dump(work, file)
         except Exception as error:
@@ -356,47 +380,47 @@ def _write_work(plan: Plan, work: Work) -> str:
 
 def _fresh_rank(path: str) -> None:
     file = open(path, "rb")  # noqa: SIM115 - closed by `load`
-    plan, sys.argv[:] = pickle.load(file)
-    _settle(plan)
+    group, sys.argv[:] = pickle.load(file)
+    _settle(group)
 
     def load() -> Work:
         with file:
             work: Work = pickle.load(file)
         return work
 
-    _run_rank(int(os.environ["LOCAL_RANK"]), plan, load)
+    _run_rank(int(os.environ["LOCAL_RANK"]), group, load)
 
 
-def _run_rank(number: int, plan: Plan, load: Callable[[], Work]) -> None:
-    store = TCPStore(_HOST, plan.port, is_master=False)  # to report, also while the group waits
+def _run_rank(number: int, group: Group, load: Callable[[], Work]) -> None:
+    store = TCPStore(_HOST, group.port, is_master=False)  # to report, also while the group waits
     work = None
     try:
         work = load()
-        if plan.num_threads is not None:
-            torch.set_num_threads(plan.num_threads)
-        group_store = PrefixStore("group", TCPStore(_HOST, plan.port, is_master=False))
-        distributed.setup(group_store, number, plan.world_size, plan.kind, plan.timeout_s)
+        if group.num_threads is not None:
+            torch.set_num_threads(group.num_threads)
+        group_store = PrefixStore("group", TCPStore(_HOST, group.port, is_master=False))
+        distributed.setup(group_store, number, group.world_size, group.kind, group.timeout_s)
         result = work.job(*work.args)
         if number == 0:
-            _write_result(result, plan)
-        _wait_for_all(store, plan.world_size)
+            _write_result(result, group)
+        _wait_for_all(store, group.world_size)
         distributed.teardown()
     except BaseException as error:
-        _fail(error, number, work, store, plan)
+        _fail(error, number, work, store, group)
 
 
-def _settle(plan: Plan) -> None:
+def _settle(group: Group) -> None:
     """Make this process a rank: it lives no longer than its parent and leaves Ctrl-C to it."""
-    global is_rank
-    is_rank = True
+    global _is_rank
+    _is_rank = True
     signal.set_wakeup_fd(-1)  # the parent's event loop, if it has one
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
-    _die_with_parent(plan.parent)
+    _die_with_parent(group.parent)
     # Where this rank's loader workers keep their sockets; killed ones do not clean up.
-    multiprocessing.current_process()._config["tempdir"] = plan.folder  # type: ignore[attr-defined]
+    multiprocessing.current_process()._config["tempdir"] = group.folder  # type: ignore[attr-defined]
 
     # The same for processes that this rank forks (a loader's workers). The kernel looks at the
     # thread that forked, so only the main thread's children, which end with the process, get it.
@@ -420,7 +444,7 @@ def _die_with_parent(parent: int) -> None:
 
 
 def _fail(
-    error: BaseException, number: int, work: Work | None, store: Store, plan: Plan
+    error: BaseException, number: int, work: Work | None, store: Store, group: Group
 ) -> NoReturn:
     """Report ``error`` and end this process at once: nothing in it may wait for another rank."""
     try:
@@ -428,7 +452,7 @@ def _fail(
     except Exception as second:
         place = f"an unknown place (where() raised {second!r})"
     failure = Failure.of(error, number, place)
-    _failure_path(plan, store.add("failures", 1)).write_bytes(pickle.dumps(failure))
+    _failure_path(group, store.add("failures", 1)).write_bytes(pickle.dumps(failure))
     _flush()
     if failure.secondary:
         time.sleep(LINGER_S)
@@ -442,8 +466,8 @@ def _wait_for_all(store: Store, world_size: int) -> None:
     store.wait(["all done"], timedelta(days=365))
 
 
-def _write_result(result: Any, plan: Plan) -> None:
-    with open(_result_path(plan), "wb") as file:
+def _write_result(result: Any, group: Group) -> None:
+    with open(_result_path(group), "wb") as file:
         try:
             torch.save(result, file, pickle_protocol=pickle.HIGHEST_PROTOCOL)
         except (pickle.PicklingError, AttributeError, TypeError):
@@ -452,10 +476,6 @@ def _write_result(result: Any, plan: Plan) -> None:
             file.seek(0)
             file.truncate()
             torch.save(result, file, cloudpickle, pickle.HIGHEST_PROTOCOL)
-
-
-_starting = threading.Lock()  # the warning filters belong to the whole process
-_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def _flush() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.utils.data import BatchSampler
+
 from trainer import distributed, metrics
 from trainer.checkpoint.manifest import find
 from trainer.checkpoint.weights import load_weights
@@ -14,11 +17,11 @@ from trainer.data.loading import Batches, LoaderOptions, Source, open_source
 from trainer.data.module import DataModule, evaluation_sets, prepare
 from trainer.data.plan import GlobalBatchPlan, ceil_div
 from trainer.evaluation import EvaluationSet, evaluate, predict
-from trainer.instantiate import build_node
 from trainer.precision import Precision
 from trainer.run import Run
+from trainer.seeding import seed_everything
 from trainer.state import TrainState
-from trainer.strategies import DDPStrategy, Strategy
+from trainer.strategies import Strategy
 from trainer.task import RunFacts, TaskModule
 
 
@@ -49,16 +52,18 @@ class Session:
             count=task.batch_size,
         )
         distributed.run_once_per_machine(lambda: prepare(data), data.prepare_timeout_s)
+        # The ranks build their datasets from the same random numbers, however they were started.
+        seed_everything(config.seed)
         task.to(self.device)
         task.run = RunFacts(
             rank=distributed.rank(), world_size=distributed.world_size(), device=self.device
         )
 
-    def train_batches(self) -> tuple[Batches, GlobalBatchPlan]:
+    def train_batches(self, strategy: Strategy) -> tuple[Batches, GlobalBatchPlan]:
         """Return this rank's training data and how its global batches are cut.
 
         Raises:
-            ValueError: If the data or the sizes do not allow it.
+            ValueError: If the data, the sizes or ``strategy`` do not allow it.
         """
         config = self.config
         source = open_source(self._data.train_dataset(), self._data.collate_fn, "train")
@@ -81,7 +86,14 @@ class Session:
             overfit=config.overfit_batches,
             indices=self._data.train_indices if self._data.orders_epochs else None,
         )
-        self._check_plan(plan, source)
+        if size is not None and not plan.cut(size, world_size - 1, world_size):
+            idle = sum(not plan.cut(size, rank, world_size) for rank in range(world_size))
+            if distributed.rank() == 0:
+                print(
+                    f"note: micro_batch_size={plan.micro_batch_size} leaves {idle} of {world_size} "
+                    f"ranks without samples; {ceil_div(size, world_size)} would give each a share"
+                )
+        strategy.check(plan, self.device, self._is_always_full(source, plan))
         return batches, plan
 
     def evaluation_sets(self, split: str, limit: int | None = None) -> dict[str, EvaluationSet]:
@@ -115,26 +127,6 @@ class Session:
     def train_metrics(self) -> dict[str, Any]:
         """Return the metrics that are updated while training."""
         return metrics.place(self.task.build_metrics("train"), self.device)
-
-    def strategy(self) -> Strategy:
-        """Build the strategy that the options name."""
-        config = self.config
-        if config.strategy != "ddp":
-            built = build_node(config.strategy, "strategy")
-            if not isinstance(built, Strategy):
-                raise ValueError(
-                    f"strategy is a {type(built).__name__}; it must be `ddp` or a node whose "
-                    "_target_ is a trainer.strategies.Strategy"
-                )
-            return built
-        return DDPStrategy(
-            bucket_cap_mb=config.bucket_cap_mb,
-            find_unused_parameters=config.find_unused_parameters,
-            static_graph=config.static_graph,
-            gradient_as_bucket_view=config.gradient_as_bucket_view,
-            sync_batchnorm=config.sync_batchnorm,
-            comm_hook=config.comm_hook,
-        )
 
     def run_view(
         self, run_dir: Path, steps_per_epoch: int | None, plan: GlobalBatchPlan, state: TrainState
@@ -183,8 +175,13 @@ class Session:
         if distributed.rank() == 0:
             assert which is not None
             load_weights(self.task, find(run_dir, which))
-        for tensor in (*self.task.parameters(), *self.task.buffers()):
-            distributed.broadcast_tensor(tensor.data)
+        state = self.task.state_dict()
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                distributed.broadcast_tensor(value)
+        extra = {name: v for name, v in state.items() if not isinstance(v, torch.Tensor)}
+        if extra:  # a module's get_extra_state
+            self.task.load_state_dict(distributed.broadcast_object(extra), strict=False)
 
     def _evaluation_batches(self, found: Any, name: str, limit: int | None) -> Batches:
         config = self.config
@@ -207,41 +204,15 @@ class Session:
             )
         return source.batch_size
 
-    def _check_plan(self, plan: GlobalBatchPlan, source: Source) -> None:
-        """Refuse options that cannot work with the way global batches are cut."""
-        world_size, size = distributed.world_size(), plan.global_batch_size
-        steps = None if size is None else plan.accumulation_steps(size, world_size)
-        if size is not None and not plan.cut(size, world_size - 1, world_size):
-            idle = sum(not plan.cut(size, rank, world_size) for rank in range(world_size))
-            if distributed.rank() == 0:
-                print(
-                    f"note: micro_batch_size={plan.micro_batch_size} leaves {idle} of {world_size} "
-                    f"ranks without samples; {ceil_div(size, world_size)} would give each a share"
-                )
-        if self.config.static_graph and world_size > 1 and steps != 1:
-            raise ValueError(
-                f"static_graph=true with {steps} micro-batches per step and rank: DDP cannot "
-                "accumulate gradients over a static graph; set static_graph=false, or "
-                "micro_batch_size=null for one micro-batch"
-            )
-        if not self.config.sync_batchnorm:
-            return
-        if self.device.type == "cpu":
-            raise ValueError(
-                "sync_batchnorm=true on the CPU: torch's SyncBatchNorm works on CUDA only; set "
-                "sync_batchnorm=false"
-            )
-        whole = (
-            size is not None
-            and steps == 1
-            and size % world_size == 0
-            and not source.is_stream
-            and (self.config.drop_last or len(source.dataset) % size == 0)
-        )
-        if world_size > 1 and not whole:
-            raise ValueError(
-                "sync_batchnorm=true runs collectives inside forward, so every rank needs one "
-                f"micro-batch of the same size in every step; with global_batch_size={size} on "
-                f"{world_size} ranks that does not hold. Set drop_last=true, micro_batch_size=null "
-                "and a global_batch_size that is a multiple of the world size"
-            )
+    def _is_always_full(self, source: Source, plan: GlobalBatchPlan) -> bool:
+        """Whether every global batch has the size that the plan says."""
+        if plan.global_batch_size is None or source.is_stream:
+            return False
+        if source.loader is not None:
+            batches = source.loader.batch_sampler
+            # A sampler of another class may ignore what it has inherited.
+            return type(batches) is BatchSampler and batches.drop_last
+        if self.config.drop_last:
+            return True
+        is_whole = len(source.dataset) % plan.global_batch_size == 0
+        return is_whole and not self._data.orders_epochs

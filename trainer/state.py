@@ -15,6 +15,8 @@ class TrainState:
         epoch: Passes over the training data completed.
         step_in_epoch: Updates done in the current epoch.
         samples: Training samples consumed over all ranks.
+        logged_step: The step of the last log event, so that none comes twice.
+        validated_step: The step of the last validation, likewise.
         time_s: Seconds spent in ``fit`` over all runs that led here.
     """
 
@@ -22,6 +24,8 @@ class TrainState:
     epoch: int = 0
     step_in_epoch: int = 0
     samples: int = 0
+    logged_step: int = 0
+    validated_step: int = -1
     time_s: float = 0.0
 
     def state_dict(self) -> dict[str, Any]:

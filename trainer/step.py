@@ -33,17 +33,31 @@ class StepModule(nn.Module):
         task: The user's module.
         extra_weight: Its gradient is (true weight - planned weight) / planned weight of the global
             batch, once all micro-batches are through and the ranks have averaged.
-        needs_every_parameter: Whether a micro-batch without weight must give every parameter a
-            gradient of zeros. Not where parameters may be unused: these would count as used.
     """
 
-    def __init__(self, task: TaskModule, logbook: Logbook, metrics: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        task: TaskModule,
+        logbook: Logbook,
+        metrics: Mapping[str, Any],
+        *,
+        needs_every_parameter: bool = True,
+    ) -> None:
+        """Note what every micro-batch goes through.
+
+        Args:
+            task: The user's module.
+            logbook: Gets the losses.
+            metrics: Are updated with the outputs, by name.
+            needs_every_parameter: Whether a micro-batch without weight must give every parameter a
+                gradient of zeros. Not where parameters may be unused: these would count as used.
+        """
         super().__init__()
         self.task = task
         self.extra_weight = nn.Parameter(torch.zeros(()))
-        self.needs_every_parameter = True
         self._logbook = logbook
         self._metrics = metrics
+        self._needs_every_parameter = needs_every_parameter
 
     def forward(self, batch: Any, num_samples: int, global_size: int) -> torch.Tensor:
         """Run the task's forward and loss and scale the result for the step.
@@ -82,7 +96,8 @@ class StepModule(nn.Module):
             share = num_samples * world_size / global_size
             value = value if share == 1 else value * share
         if isinstance(extra, torch.Tensor):
-            return torch.addcmul(value, self.extra_weight, extra.to(value))
+            # Not in the loss's own format: a half has too few digits for a weight.
+            return torch.addcmul(value, self.extra_weight, extra.to(self.extra_weight))
         if extra == 0 and world_size == 1:
             return value
         return torch.add(value, self.extra_weight, alpha=extra)
@@ -93,7 +108,7 @@ class StepModule(nn.Module):
         return self._logbook.has_weight
 
     def _zero(self) -> torch.Tensor:
-        if not self.needs_every_parameter:
+        if not self._needs_every_parameter:
             return self.extra_weight.new_zeros(())
         # Zero gradients for everything, so that DDP's reducer sees the same on every rank. A dummy
         # sample would crash BatchNorm, and its loss times 0 is NaN where the loss is infinite.

@@ -1,12 +1,15 @@
 """The training loop: what happens in a fit, from top to bottom.
 
-`Training` is one fit on one rank, and `Training.run` is the loop. The `Trainer` that a user calls,
-which starts the ranks, is in ``api.py``.
+The `Trainer` that a user calls is in ``api.py``. Before the code here runs, ``launcher.py`` has
+started the ranks and they have joined a process group; every rank runs this same code, on its own
+part of each global batch. `Training` is one fit on one rank, and `Training.run` is the loop.
 """
 
 from __future__ import annotations
 
+import copy
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -28,6 +31,7 @@ from trainer.seeding import seed_stream
 from trainer.session import Session
 from trainer.state import TrainState
 from trainer.step import StepModule
+from trainer.strategies import build_strategy
 from trainer.trees import to_device
 
 
@@ -45,13 +49,28 @@ class Training:
         callbacks: Sequence[Callback],
         loggers: Sequence[Logger],
         run_config: Mapping[str, Any],
+        test_best: bool,
     ) -> None:
+        """Build everything that the loop needs.
+
+        Args:
+            session: The task on its device, and the data.
+            state: The clock, at 0; a resume sets it.
+            callbacks: On rank 0; elsewhere none.
+            loggers: On rank 0; elsewhere none.
+            run_config: Goes into every checkpoint.
+            test_best: Whether to test the best checkpoint at the end.
+        """
         config, task = session.config, session.task
         self.session, self.config, self.task, self.state = session, config, task, state
         self.callbacks, self.loggers, self.run_config = callbacks, loggers, run_config
         self.run_dir = choose_run_dir(config)
-        self.batches, plan = session.train_batches()
+        self.strategy = build_strategy(config)
+        self.batches, plan = session.train_batches(self.strategy)
         self.val_sets = session.evaluation_sets("val")
+        self.test_sets = session.evaluation_sets("test") if test_best else {}
+        if test_best and not self.test_sets:
+            raise ValueError("a test of the best weights is asked for, but there is no test data")
         self.train_metrics = session.train_metrics()
         self.logbook = Logbook()
         self.view = session.run_view(self.run_dir, self.batches.steps_per_epoch, plan, state)
@@ -65,25 +84,29 @@ class Training:
         )
         self.optimizer, self.schedule = configure_optimizer(task)
         self.schedule.check_monitor(bool(self.val_sets) and config.validates)
-        self.strategy = session.strategy()
-        self.step_module = StepModule(task, self.logbook, self.train_metrics).to(session.device)
+        self.step_module = StepModule(
+            task,
+            self.logbook,
+            self.train_metrics,
+            needs_every_parameter=not self.strategy.may_miss_gradients,
+        ).to(session.device)
         parts: dict[str, Stateful] = {
             "optimizer": self.optimizer,
             "schedule": self.schedule,
-            "scaler": session.precision.scaler,
+            "scaler": session.precision,
             "train_state": state,
-            **{f"callbacks/{i}/{type(c).__name__}": c for i, c in enumerate(callbacks)},
+            **_named("callbacks", callbacks),
+            **_named("loggers", loggers),
         }
         self.saver = Saver(session, self.view, parts, run_config)
         self.trained: tuple[str, ...] | None = None
         self.stop_reason: str | None = None
-        self.logged_step = self.validated_step = -1
+        self.started = time.monotonic()
 
     @contextmanager
     def open(self) -> Iterator[None]:
         """Resume if asked to; open what rank 0 writes, and close it whatever happens."""
         self.saver.resume()
-        self.logged_step = self.state.step
         self.started = time.monotonic() - self.state.time_s
         with ExitStack() as stack:
             stack.callback(self.strategy.teardown)
@@ -98,30 +121,30 @@ class Training:
                 stack.enter_context(torch.autograd.set_detect_anomaly(True))
             yield
 
-    def run(self, test_best: bool) -> FitResult:
+    def run(self) -> FitResult:
         """Train to the end.
 
         What happens, in order, on every rank::
 
-        TaskModule.on_fit_start, Callback.on_fit_start
-        each epoch:
-            TaskModule.on_epoch_start              (wrap again if requires_grad changed)
-            each global batch:
-                each micro-batch of this rank:
-                    forward, loss, backward        (gradients are reduced in the last one)
-                gradients: correct by the true weight, unscale
-                TaskModule.before_optimizer_step
-                clip, optimizer.step
-                TaskModule.after_optimizer_step
-                scheduler.step                     (interval "step")
-                if due: log                        Callback.on_log, loggers
-                if due: validate                   TaskModule.on_validation_end,
+            TaskModule.on_fit_start, Callback.on_fit_start
+            each epoch:
+                TaskModule.on_epoch_start          (wrap again if requires_grad changed)
+                each global batch:
+                    each micro-batch of this rank:
+                        forward, loss, backward    (gradients are reduced in the last one)
+                    gradients: unscale, correct by the true weight
+                    TaskModule.before_optimizer_step
+                    clip, optimizer.step
+                    TaskModule.after_optimizer_step
+                    scheduler.step                 (interval "step"; "epoch" at an epoch's end)
+                    if due: log                    Callback.on_log, loggers
+                    if due: validate               scheduler.step (with a monitor),
+                                                   TaskModule.on_validation_end,
                                                    Callback.on_validation_end, loggers
-                if due: save                       Callback.on_save
-                if requested by a callback: save, stop
-            scheduler.step                         (interval "epoch", before validation)
-        validate and save once more, unless just done; test the best
-        Callback.on_fit_end
+                    if due: save                   Callback.on_save, when it is on disk
+                    if requested by a callback: save, stop
+            validate and save once more, unless just done; test the best
+            Callback.on_fit_end
         """
         task, state, config, device = self.task, self.state, self.config, self.session.device
         precision, scaler = self.session.precision, self.session.precision.scaler
@@ -129,6 +152,7 @@ class Training:
         with self.observed():
             for callback in self.callbacks:
                 callback.on_fit_start(self.view)
+        self.obey()
         if config.num_sanity_val_steps:
             sanity = self.session.evaluation_sets("val", limit=config.num_sanity_val_steps)
             evaluate(task, sanity, "val", precision, device)
@@ -146,20 +170,17 @@ class Training:
                 seed_stream(device, config.seed, state.step, micro.number)
                 with self.strategy.no_sync() if is_accumulating else nullcontext():
                     with precision.autocast():
+                        # This micro-batch's share of the global batch's loss (see step.py).
                         loss = self.module(batch, micro.num_samples, micro.global_size)
                     scaler.scale(loss).backward()
                 if is_accumulating:
                     continue
 
                 self.gradients.check()
-                if self.gradients.correct(scaler.get_scale()):
-                    scaler.unscale_(self.optimizer)
+                if self.gradients.correct(scaler, self.optimizer):
                     task.before_optimizer_step()
                     self.gradients.clip(config.gradient_clip_norm)
-                    if scaler.is_enabled():
-                        scaler.step(self.optimizer)
-                    else:
-                        self.optimizer.step()
+                    scaler.step(self.optimizer)  # optimizer.step(), unless fp16 has overflowed
                     task.after_optimizer_step()
                     scaler.update()
                 self.gradients.clear()
@@ -180,38 +201,41 @@ class Training:
                         "it reads, and that it starts anew each time it is iterated"
                     )
 
-        return self.finish(test_best)
+        return self.finish()
 
     def wrap(self) -> None:
-        """Wrap the step module, anew if other parameters are trained than before."""
+        """Wrap the step module, anew if other parameters are trained than before, on any rank."""
         trained = trained_names(self.task)
-        if trained != self.trained:
+        changed = torch.tensor(int(trained != self.trained))
+        if int(distributed.all_reduce_sum(changed)):
             self.strategy.teardown()
             self.module = self.strategy.setup(self.step_module, self.session.device)
-            self.gradients = Gradients(self.step_module, self.config.find_unused_parameters)
+            self.gradients = Gradients(self.step_module, self.strategy.may_miss_gradients)
             self.trained = trained
 
     def after_step(self, is_epoch_end: bool) -> None:
         """Do what is due at this step, and obey what callbacks asked for."""
-        config, step = self.config, self.state.step
-        log = is_epoch_end or _due(config.log_every_n_steps, step)
-        validate = _due(config.validate_every_n_steps, step)
-        save = _due(config.checkpoint.every_n_steps, step)
+        config, state = self.config, self.state
+        if is_epoch_end:
+            state.epoch += 1
+            state.step_in_epoch = 0
+            self.schedule.after_epoch()
+        self.stop_at_limit()
+        log = is_epoch_end or _due(config.log_every_n_steps, state.step)
+        validate = _due(config.validate_every_n_steps, state.step) or (
+            is_epoch_end and _due(config.validate_every_n_epochs, state.epoch)
+        )
+        save = _due(config.checkpoint.every_n_steps, state.step) or (
+            is_epoch_end and _due(config.checkpoint.every_n_epochs, state.epoch)
+        )
         if log:
             self.log()
-        if is_epoch_end:
-            self.state.epoch += 1
-            self.state.step_in_epoch = 0
-            self.schedule.after_epoch()
-            validate |= _due(config.validate_every_n_epochs, self.state.epoch)
-            save |= _due(config.checkpoint.every_n_epochs, self.state.epoch)
         if validate:
             self.validate()
         if save:
             self.save()
         if log or validate or save:
             self.obey()
-        self.stop_at_limit()
 
     def stop_at_limit(self) -> None:
         """End the run where ``max_steps`` or ``max_epochs`` says so."""
@@ -223,9 +247,9 @@ class Training:
 
     def log(self) -> None:
         """Reduce what was logged since the last time and hand it to callbacks and loggers."""
-        if self.logged_step == self.state.step:
+        if self.state.logged_step == self.state.step:
             return
-        self.logged_step = self.state.step
+        self.state.logged_step = self.state.step
         means = metrics.merged(self.logbook.reduce(), metrics.compute(self.train_metrics))
         values = {f"train/{name}": value for name, value in means.items()}
         self.view.learning_rates = self.schedule.named_rates()
@@ -237,9 +261,9 @@ class Training:
 
     def validate(self) -> None:
         """Evaluate the validation sets, and let schedule, task, callbacks and loggers know."""
-        if not self.val_sets or self.validated_step == self.state.step:
+        if not self.val_sets or self.state.validated_step == self.state.step:
             return
-        self.validated_step = self.state.step
+        self.state.validated_step = self.state.step
         session = self.session
         values = evaluate(self.task, self.val_sets, "val", session.precision, session.device)
         self.schedule.after_validation(values)
@@ -265,12 +289,12 @@ class Training:
 
     def obey(self) -> None:
         """Do what rank 0's callbacks asked for, on all ranks at the same step."""
+        self.announce_saved()
         reason, save = self.view.take_requests()
         requests = torch.tensor([reason is not None, save])
         stop, save = distributed.broadcast_tensor(requests).tolist()
         if save:
             self.save()
-        self.announce_saved()
         if stop:
             self.stop_reason = distributed.broadcast_object(reason)
 
@@ -281,15 +305,16 @@ class Training:
                 for callback in self.callbacks:
                     callback.on_save(self.view, path)
 
-    def finish(self, test_best: bool) -> FitResult:
+    def finish(self) -> FitResult:
         """Measure and save the end, test the best weights if asked to, and sum up."""
         self.log()
         if self.config.validates:
             self.validate()
         self.save()
+        self.saver.check_monitor()
         self.saver.close()
         self.announce_saved()
-        if test_best:
+        if self.test_sets:
             self.test_best()
         with self.observed():
             for callback in self.callbacks:
@@ -298,13 +323,13 @@ class Training:
 
     def test_best(self) -> None:
         """Test the best checkpoint; the task has its last weights again afterwards."""
+        session, task = self.session, self.task
         best = distributed.broadcast_object(self.view.best_checkpoint)
-        last = {name: value.clone() for name, value in self.task.state_dict().items()}
+        last = copy.deepcopy(task.state_dict())
         if best is not None:
-            self.session.load(self.run_dir, best)
-        values = self.session.evaluate("test")
-        self.write(values)
-        self.task.load_state_dict(last)
+            session.load(self.run_dir, best)
+        self.write(evaluate(task, self.test_sets, "test", session.precision, session.device))
+        task.load_state_dict(last)
 
     def keep_time(self) -> None:
         """Bring the run's clock up to now."""
@@ -322,3 +347,14 @@ class Training:
 
 def _due(every: int | None, count: int) -> bool:
     return every is not None and count % every == 0
+
+
+def _named(kind: str, parts: Sequence[Stateful]) -> dict[str, Stateful]:
+    """Name parts by class, and by number where a class comes more than once."""
+    seen: Counter[str] = Counter()
+    named: dict[str, Stateful] = {}
+    for part in parts:
+        name = type(part).__name__
+        seen[name] += 1
+        named[f"{kind}/{name}" + (f"-{seen[name]}" if seen[name] > 1 else "")] = part
+    return named

@@ -11,11 +11,8 @@ import torch
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """Return ``tree`` with ``function`` applied to everything that is no dict, list or tuple."""
-    if isinstance(tree, dict):
-        return {key: map_leaves(function, value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        parts = [map_leaves(function, part) for part in tree]
-        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    if isinstance(tree, dict | list | tuple):
+        return _map_parts(lambda part: map_leaves(function, part), tree)
     return function(tree)
 
 
@@ -23,16 +20,9 @@ def to_device(tree: Any, device: torch.device) -> Any:
     """Move everything that has a ``to`` to ``device``, asynchronously from page-locked memory."""
     if isinstance(tree, torch.Tensor):  # the usual case, and the loop's
         return tree.to(device, non_blocking=device.type != "cpu")
-    return map_leaves(
-        lambda leaf: (
-            to_device(leaf, device)
-            if isinstance(leaf, torch.Tensor)
-            else leaf.to(device)
-            if hasattr(leaf, "to")
-            else leaf
-        ),
-        tree,
-    )
+    if hasattr(tree, "to"):  # also a tuple: not every part of a PackedSequence is to be moved
+        return tree.to(device)
+    return _map_parts(lambda part: to_device(part, device), tree)
 
 
 def detached(tree: Any) -> Any:
@@ -57,8 +47,7 @@ def rows(tree: Any, size: int, start: int, stop: int) -> Any:
     if isinstance(tree, list | tuple):
         if _has_entries(tree, size):
             return tree[start:stop]
-        parts = [rows(part, size, start, stop) for part in tree]
-        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+        return _map_parts(lambda part: rows(part, size, start, stop), tree)
     if isinstance(tree, torch.Tensor | np.ndarray):
         return tree[start:stop] if _has_rows(tree, size) else tree
     if tree is None or isinstance(tree, int | float | str | bytes | np.generic):
@@ -67,6 +56,16 @@ def rows(tree: Any, size: int, start: int, stop: int) -> Any:
         f"a batch of {size} samples holds a {type(tree).__name__}, which cannot be cut for the "
         "ranks; yield tensors, lists with one entry per sample, or tuples or dicts of these"
     )
+
+
+def _map_parts(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return a dict, list or tuple with ``function`` applied to its parts; else ``tree`` itself."""
+    if isinstance(tree, dict):
+        return {key: function(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        parts = [function(part) for part in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    return tree
 
 
 def _has_entries(tree: list[Any] | tuple[Any, ...], size: int) -> bool:

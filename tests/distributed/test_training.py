@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import (
@@ -26,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
-from trainer import Callback, OptimizerSetup, WeightedLoss, distributed
+from trainer import Callback, DataModule, OptimizerSetup, Trainer, WeightedLoss, distributed
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -415,3 +417,41 @@ def test_the_calling_process_gets_weights_and_result(tmp_path: Path) -> None:
     assert_same(task, expected)
     assert (result.step, result.epoch, result.samples) == (6, 2, 18)
     assert task.run.world_size == 1, "the task still thinks that it is in the run"
+
+
+def draws() -> tuple[float, float, float]:
+    return random.random(), float(np.random.random()), float(torch.rand(()))
+
+
+class DrawingData(DataModule):
+    """Notes what the global generators give where the training set is built."""
+
+    def __init__(self) -> None:
+        self.drawn: tuple[float, float, float] | None = None
+
+    def train_dataset(self) -> Any:
+        self.drawn = draws()
+        return samples(4)
+
+
+def fit_drawing(run_dir: Path) -> Any:
+    random.seed(distributed.rank() + 100)
+    data = DrawingData()
+    options: dict[str, Any] = {"max_steps": 1, "callbacks": [], "logger": []}
+    Trainer(accelerator="cpu", run_dir=str(run_dir), **options).fit(Regression(), data)
+    return data.drawn
+
+
+def test_every_rank_builds_its_data_from_the_same_random_numbers(tmp_path: Path) -> None:
+    alone = fit_drawing(tmp_path / "alone")
+    assert on_ranks(2, fit_drawing, tmp_path / "two") == [alone, alone]
+
+
+class FreezesOnOneRank(Regression):
+    def on_epoch_start(self) -> None:
+        self.net[0].bias.requires_grad_(self.run.rank == 0 or self.run.epoch == 0)
+
+
+def test_freezing_on_one_rank_only_is_an_error_and_no_hang(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"differ between ranks.*net\.0\.bias"):
+        fit_on(2, FreezesOnOneRank(), tmp_path, train=samples(4), max_epochs=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer import distributed
+from trainer.config import TrainerConfig
+from trainer.data.plan import GlobalBatchPlan
 from trainer.logbook import Logbook
 from trainer.step import StepModule
-from trainer.strategies import DDPStrategy
+from trainer.strategies import DDPStrategy, build_strategy
 from trainer.task import RunFacts
 
 pytestmark = pytest.mark.timeout(60)
@@ -210,15 +213,18 @@ def test_requires_grad_may_not_change_within_an_epoch(world_size: int, tmp_path:
 
 def unequal_models(run_dir: Path) -> list[str]:
     found = []
-    for number in range(3):
+    for number in range(5):
         task: Any = Regression()
+        task.register_buffer("table", torch.zeros(3 + (number == 3 and distributed.rank())))
         if distributed.rank() == 1:
             if number == 0:
                 task.net[2] = nn.Linear(5, 1, bias=False).double()
             elif number == 1:
                 task.net[0] = nn.Linear(3, 5).float()
-            else:
+            elif number == 2:
                 task.net[0].bias.requires_grad_(False)
+            elif number == 4:
+                task.register_buffer("own", torch.zeros(()), persistent=False)
         with pytest.raises(ValueError, match="differ between ranks") as info:
             fit(task, run_dir, train=samples(8), global_batch_size=4, max_epochs=1)
         found.append(str(info.value))
@@ -226,11 +232,15 @@ def unequal_models(run_dir: Path) -> list[str]:
 
 
 def test_models_that_differ_between_ranks_are_refused_with_the_difference(tmp_path: Path) -> None:
-    for missing, dtype, frozen in on_ranks(2, unequal_models, tmp_path):
-        assert "rank 0 has 4 parameters, rank 1 has 3 parameters" in missing
+    for missing, dtype, frozen, buffer, unshared in on_ranks(2, unequal_models, tmp_path):
+        assert "rank 0 has net.2.bias with shape (1,)" in missing
+        assert "rank 1 has buffer table" in missing
         assert "net.0.weight with shape (5, 3) (torch.float64)" in dtype
         assert "rank 1 has net.0.weight with shape (5, 3) (torch.float32)" in dtype
         assert "rank 1 has net.0.bias with shape (5,) (torch.float64, frozen)" in frozen
+        assert "rank 0 has buffer table with shape (3,) (torch.float32)" in buffer
+        assert "rank 1 has buffer table with shape (4,) (torch.float32)" in buffer
+        assert "rank 0 has 5 parameters and buffers, rank 1 has 6 parameters and" in unshared
 
 
 def other_shape(run_dir: Path) -> str:
@@ -271,25 +281,76 @@ def test_one_rank_is_not_wrapped() -> None:
     strategy.teardown()
 
 
+GRAPH: dict[str, Any] = {"static_graph": True}
+NORM: dict[str, Any] = {"sync_batchnorm": True}
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("world_size", "options", "plan", "device", "always_full", "message"),
     [
-        ({"static_graph": True, "micro_batch_size": 1}, "static_graph=true with 2 micro-batches"),
-        ({"sync_batchnorm": True}, "sync_batchnorm=true"),
+        (2, GRAPH, (4, 1), "cpu", True, "static_graph=true with 2 micro-batches"),
+        (2, GRAPH, (4, None), "cpu", False, None),
+        (1, GRAPH, (4, 1), "cpu", True, None),
+        (2, NORM, (4, None), "cpu", True, "sync_batchnorm=true on the CPU"),
+        (2, NORM, (4, None), "cuda", True, None),
+        (2, NORM, (4, None), "cuda", False, "global_batch_size=4 on 2 ranks.*drop_last=true"),
+        (2, NORM, (4, 1), "cuda", True, "one micro-batch of the same size"),
+        (3, NORM, (4, None), "cuda", True, "one micro-batch of the same size"),
+        (2, NORM, (None, None), "cuda", False, "one micro-batch of the same size"),
+        (1, NORM, (4, 1), "cuda", False, None),
     ],
 )
 def test_options_that_cannot_work_are_refused(
-    options: dict[str, Any], message: str, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
+    world_size: int,
+    options: dict[str, Any],
+    plan: tuple[int | None, int | None],
+    device: str,
+    always_full: bool,
+    message: str | None,
 ) -> None:
-    options = {"global_batch_size": 4, "max_epochs": 1, **options}
-    with pytest.raises(ValueError, match=message):
+    monkeypatch.setattr(distributed, "world_size", lambda: world_size)
+    strategy = DDPStrategy(**options)
+    refused = pytest.raises(ValueError, match=message) if message else nullcontext()
+    with refused:
+        strategy.check(GlobalBatchPlan(*plan), torch.device(device), always_full)
+
+
+def test_options_are_checked_in_a_fit(tmp_path: Path) -> None:
+    options = {"global_batch_size": 4, "max_epochs": 1, "static_graph": True, "micro_batch_size": 1}
+    with pytest.raises(ValueError, match="static_graph=true with 2 micro-batches"):
         fit_on(2, Regression(), tmp_path, train=samples(8), **options)
 
 
-def test_a_strategy_of_ones_own_is_a_node(tmp_path: Path) -> None:
-    node: dict[str, Any] = {"_target_": "trainer.strategies.DDPStrategy", "bucket_cap_mb": 1}
-    result = fit(Regression(), tmp_path, train=samples(4), max_epochs=1, strategy=node)
-    assert result.step == 1
-    node = {"_target_": "torch.nn.Identity"}
+DDP_NODE: dict[str, Any] = {"_target_": "trainer.strategies.DDPStrategy"}
+
+
+def test_a_strategy_of_ones_own_is_a_node_and_its_options_count(tmp_path: Path) -> None:
+    node = {**DDP_NODE, "find_unused_parameters": True}
+    options = {"train": samples(13), "global_batch_size": 6, "max_epochs": 2}
+    found, expected = WithSpare(), WithSpare()
+    fit_on(2, found, tmp_path, strategy=node, **options)
+    train_by_hand(expected, samples(13), global_batch_size=6, epochs=2)
+    assert_same(found, expected)
+    node = {**DDP_NODE, "static_graph": True}
+    with pytest.raises(ValueError, match="static_graph=true with 3 micro-batches"):
+        fit_on(2, WithSpare(), tmp_path, strategy=node, micro_batch_size=1, **options)
+
+
+def test_what_is_no_strategy_is_refused() -> None:
+    config = TrainerConfig(strategy={"_target_": "torch.nn.Identity"})
     with pytest.raises(ValueError, match="strategy is a Identity; it must be `ddp` or a node"):
-        fit(Regression(), tmp_path, train=samples(4), max_epochs=1, strategy=node)
+        build_strategy(config)
+
+
+def test_options_of_ddp_beside_a_strategy_node_are_refused_by_name() -> None:
+    assert isinstance(build_strategy(TrainerConfig(strategy=DDP_NODE)), DDPStrategy)
+    for options, given in (
+        ({"static_graph": True, "bucket_cap_mb": 5}, "bucket_cap_mb=5.0, static_graph=true given"),
+        ({"gradient_as_bucket_view": False}, "gradient_as_bucket_view=false given"),
+        ({"comm_hook": "bf16"}, "comm_hook='bf16' given"),
+        ({"find_unused_parameters": True}, "find_unused_parameters=true given"),
+    ):
+        config = TrainerConfig.from_options({"strategy": DDP_NODE, **options})
+        with pytest.raises(ValueError, match=f"{given} beside a strategy node"):
+            build_strategy(config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from torch import nn
 
@@ -12,6 +12,7 @@ from trainer import distributed
 from trainer.checkpoint import manifest
 from trainer.checkpoint.writer import CheckpointWriter, Snapshot, read_state
 from trainer.logbook import NotFiniteError
+from trainer.messages import listed
 from trainer.run import Run
 from trainer.session import Session
 
@@ -50,13 +51,13 @@ class Saver:
         self._parts = parts
         self._run_config = run_config
         self._writer: CheckpointWriter | None = None
-        self._saved_step = -1
+        self._written: tuple[int, float | None] = (-1, None)  # the last one: step and metric
 
     def resume(self) -> None:
         """Take everything back from the checkpoint that ``resume`` names, if there is one.
 
         Raises:
-            ValueError: If it is not there, damaged, or of another task.
+            ValueError: If it is not there, damaged, or of another task or batch size.
         """
         path, state = None, None
         if distributed.rank() == 0 and self._config.resume is not None:
@@ -65,10 +66,14 @@ class Saver:
         state = distributed.broadcast_object(state)
         if state is None:
             return
+        self._check_data_order(state["data_order"])
         self._session.load(self._view.run_dir, path)
         for name, part in self._parts.items():
-            if name in state:  # a callback may be new
+            if name in state:
                 part.load_state_dict(state[name])
+            else:
+                print(f"resume: the checkpoint has no state for {name}, which starts anew")
+        self._written = (self._view.step, None)
 
     def open(self) -> None:
         """Get ready to write; checkpoints beyond the current step are set aside."""
@@ -77,29 +82,40 @@ class Saver:
             self._writer = CheckpointWriter(folder, self._config.checkpoint, self._view.step)
 
     def save(self) -> None:
-        """Start writing a checkpoint of this step, unless it has been saved already.
+        """Start writing a checkpoint of this step, unless there is one that knows as much.
 
         Must be called on every rank.
 
         Raises:
             NotFiniteError: If a weight is NaN or infinite; nothing is written then.
+            ValueError: If ``checkpoint.monitor`` is measured by nobody.
         """
-        if self._saved_step == self._view.step:
+        task = self._session.task
+        distributed.share_buffers(task)
+        check_finite(task, self._view.step)
+        if self._writer is None:
             return
-        self._saved_step = self._view.step
-        distributed.share_buffers(self._session.task)
-        check_finite(self._session.task, self._view.step)
-        if self._writer is not None:
-            self._writer.save(
-                Snapshot(
-                    step=self._view.step,
-                    weights=self._session.task.state_dict(),
-                    state={name: part.state_dict() for name, part in self._parts.items()},
-                    config=self._run_config,
-                    world_size=distributed.world_size(),
-                    metric=self._monitored(),
-                )
+        metric = self._monitored()
+        if self._written[0] == self._view.step and metric in (None, self._written[1]):
+            return
+        self._written = (self._view.step, metric)
+        parts = {name: part.state_dict() for name, part in self._parts.items()}
+        self._writer.save(
+            Snapshot(
+                step=self._view.step,
+                weights=task.state_dict(),
+                state={**parts, "data_order": self._data_order()},
+                config=self._run_config,
+                world_size=distributed.world_size(),
+                metric=metric,
             )
+        )
+
+    def check_monitor(self) -> None:
+        """At the end, refuse a ``checkpoint.monitor`` that was never measured."""
+        monitor = self._config.checkpoint.monitor
+        if self._writer is not None and monitor is not None and monitor not in self._view.metrics:
+            self._explain_monitor(monitor)
 
     def completed(self) -> list[Path]:
         """Return the checkpoints completed since the last call; raise the writer's error."""
@@ -125,24 +141,36 @@ class Saver:
 
     def _monitored(self) -> float | None:
         """Return the metric that decides which checkpoint is best, if it was measured just now."""
-        monitor, view = self._config.checkpoint.monitor, self._view
-        name = monitor or "val/loss"
-        if monitor is not None and name not in view.metrics and self._has_measured_all():
-            raise ValueError(
-                f"checkpoint.monitor={monitor} is logged by nobody after a whole epoch; there are: "
-                f"{', '.join(sorted(view.metrics))}"
-            )
-        return view.measured_now(name)
+        monitor, measured = self._config.checkpoint.monitor, self._view.metrics
+        if monitor is not None and monitor not in measured:
+            kind = monitor.split("/")[0] + "/"
+            if any(name.startswith(kind) for name in measured):  # its event came without it
+                self._explain_monitor(monitor)
+        return self._view.measured_now(monitor or "val/loss")
 
-    def _has_measured_all(self) -> bool:
-        """Whether a whole epoch and the first validation, if there is to be one, are over."""
-        config, view = self._config, self._view
-        epochs, steps = config.validate_every_n_epochs, config.validate_every_n_steps
-        if epochs is None and steps is None:
-            return view.epoch > 0
-        by_epochs = epochs is not None and view.epoch >= epochs
-        by_steps = steps is not None and view.step >= steps
-        return view.epoch > 0 and (by_epochs or by_steps)
+    def _explain_monitor(self, monitor: str) -> NoReturn:
+        raise ValueError(
+            f"checkpoint.monitor={monitor} is measured by nobody; there are: "
+            f"{', '.join(sorted(self._view.metrics)) or 'none'}"
+        )
+
+    def _data_order(self) -> dict[str, Any]:
+        """What the order of the samples follows from, beside the clock."""
+        return {"seed": self._config.seed, "global_batch_size": self._view.global_batch_size}
+
+    def _check_data_order(self, saved: Mapping[str, Any]) -> None:
+        changed = {
+            name: (saved[name], value)
+            for name, value in self._data_order().items()
+            if saved[name] != value
+        }
+        if changed:
+            diff = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
+            raise ValueError(
+                f"resume with another order of the samples: {diff}. Some samples would come twice "
+                "and others never; set them back, or start a new run from the weights by "
+                "load_weights"
+            )
 
 
 def check_finite(task: nn.Module, step: int) -> None:
@@ -154,7 +182,7 @@ def check_finite(task: nn.Module, step: int) -> None:
     bad = [name for name, p in task.named_parameters() if not bool(p.isfinite().all())]
     if bad:
         raise NotFiniteError(
-            f"at step {step} {', '.join(bad[:8])} became NaN or infinite, though the loss did not. "
+            f"at step {step} {listed(bad)} became NaN or infinite, though the loss did not. "
             "Nothing was saved since. A gradient must have been: of a square root or norm at 0, "
             "say; detect_anomaly=true names the operation"
         )

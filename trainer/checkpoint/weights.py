@@ -14,6 +14,7 @@ from torch import nn
 
 from trainer.checkpoint.manifest import CONFIG, WEIGHTS, verified
 from trainer.instantiate import build_node
+from trainer.messages import listed
 
 if TYPE_CHECKING:
     from trainer.task import TaskModule
@@ -63,7 +64,7 @@ def load_weights(
     if not fitting.keys() & own.keys() and own:
         raise ValueError(
             f"{path} has no weight that fits {type(module).__name__}: it holds "
-            f"{_some(weights)}, the module {_some(own)}"
+            f"{listed(weights)}, the module {listed(own)}"
         )
     missing, unexpected = module.load_state_dict(fitting, strict=False)
     differences = Differences(
@@ -81,7 +82,7 @@ def load_weights(
         ]
         raise ValueError(
             f"the weights in {path} do not fit {type(module).__name__}: "
-            + "; ".join(f"{what}: {_some(names)}" for what, names in parts if names)
+            + "; ".join(f"{what}: {listed(names)}" for what, names in parts if names)
             + ". Build the module as it was trained, or load what fits with strict=False"
         )
     return differences
@@ -188,9 +189,3 @@ def read_torch(source: Path | io.BytesIO) -> Any:
 
 def _shape(value: Any) -> str:
     return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
-
-
-def _some(names: Any, most: int = 8) -> str:
-    names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

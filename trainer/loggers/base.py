@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer.run import Run
@@ -21,6 +21,13 @@ class Logger:
 
     def log(self, run: Run, metrics: Mapping[str, float]) -> None:
         """Write one event: the values of ``metrics`` at ``run.step``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs to go on in the same place, such as a run id."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what ``state_dict`` returned; called before ``open``."""
 
     def close(self) -> None:
         """Flush and close; called once, also when the run fails."""

@@ -1,6 +1,38 @@
 """Ways of making several ranks train one model."""
 
+from __future__ import annotations
+
+import inspect
+
+from trainer.config import TrainerConfig, option_fields, show
+from trainer.instantiate import build_node
 from trainer.strategies.base import Strategy
 from trainer.strategies.ddp import DDPStrategy
 
-__all__ = ["DDPStrategy", "Strategy"]
+__all__ = ["DDPStrategy", "Strategy", "build_strategy"]
+
+
+def build_strategy(config: TrainerConfig) -> Strategy:
+    """Build the strategy that the options name.
+
+    Raises:
+        ValueError: If a node builds something else, or there are options of DDP beside it.
+    """
+    options = {name: getattr(config, name) for name in inspect.signature(DDPStrategy).parameters}
+    if config.strategy == "ddp":
+        return DDPStrategy(**options)
+    defaults = option_fields(config)
+    beside = {name: value for name, value in options.items() if value != defaults[name].default}
+    if beside:
+        given = ", ".join(f"{name}={show(value)}" for name, value in beside.items())
+        raise ValueError(
+            f"{given} given beside a strategy node: these options are for strategy=ddp and would "
+            "do nothing; give the node what it needs as arguments of its own"
+        )
+    built = build_node(config.strategy, "strategy")
+    if not isinstance(built, Strategy):
+        raise ValueError(
+            f"strategy is a {type(built).__name__}; it must be `ddp` or a node whose _target_ is a "
+            "trainer.strategies.Strategy"
+        )
+    return built

@@ -7,15 +7,45 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
+from trainer.data.plan import GlobalBatchPlan
 from trainer.step import StepModule
 
 
 class Strategy:
     """Wraps the step module so that gradients are those of all ranks together.
 
+    The contract, for what ``setup`` returns and for every trained parameter of the step module,
+    its ``extra_weight`` included:
+
+    - Weights and buffers are rank 0's after ``setup``.
+    - After a ``backward`` outside of ``no_sync``, gradients are the *mean* over the ranks of what
+      each of them has accumulated, the same to the last bit on every rank. The step module counts
+      on a mean: it scales each loss up by the world size.
+    - ``extra_weight`` arrives in full precision, however gradients are sent: a weight that was
+      rounded would be an error in all of them.
+    - Every rank runs one such ``backward`` per step, but any number of them within ``no_sync``.
+
     ``setup`` and ``teardown`` may run several times in a process: after the parameters that are
     trained have changed, and for every ``fit``.
+
+    Attributes:
+        may_miss_gradients: Whether parameters may go without a gradient in a step. If not, one that
+            has none is an error, and a rank without samples gives zeros to all of them.
     """
+
+    may_miss_gradients: bool = False
+
+    def check(self, plan: GlobalBatchPlan, device: torch.device, always_full: bool) -> None:
+        """Refuse what this strategy cannot do; the default can do everything.
+
+        Args:
+            plan: How global batches are cut.
+            device: The device of this rank.
+            always_full: Whether every global batch of every epoch has the planned size.
+
+        Raises:
+            ValueError: Naming the option and what to change.
+        """
 
     def setup(self, step: StepModule, device: torch.device) -> nn.Module:
         """Return what the loop calls instead of ``step``, with the same arguments."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from trainer import distributed
 from trainer.comm_hooks import compress_hook
+from trainer.data.plan import GlobalBatchPlan
 from trainer.step import StepModule
 from trainer.strategies.base import Strategy
 
@@ -34,7 +35,7 @@ class DDPStrategy(Strategy):
             find_unused_parameters: Search each graph for parameters that get no gradient.
             static_graph: Promise that every step uses the same parameters.
             gradient_as_bucket_view: Let ``p.grad`` be a view into its bucket.
-            sync_batchnorm: Replace BatchNorm layers by SyncBatchNorm while wrapped.
+            sync_batchnorm: Replace the task's BatchNorm layers by SyncBatchNorm, for good.
             comm_hook: ``fp16`` or ``bf16``: what gradients are sent as.
         """
         self._bucket_cap_mb = bucket_cap_mb
@@ -46,18 +47,45 @@ class DDPStrategy(Strategy):
         self._sync_batchnorm = sync_batchnorm
         self._comm_hook = comm_hook
         self._wrapped: nn.parallel.DistributedDataParallel | None = None
+        self.may_miss_gradients = find_unused_parameters
+
+    def check(self, plan: GlobalBatchPlan, device: torch.device, always_full: bool) -> None:
+        """Refuse options that cannot work with the device or the way global batches are cut."""
+        world_size, size = distributed.world_size(), plan.global_batch_size
+        steps = None if size is None else plan.accumulation_steps(size, world_size)
+        if self._options["static_graph"] and world_size > 1 and steps != 1:
+            raise ValueError(
+                f"static_graph=true with {steps} micro-batches per step and rank: DDP cannot "
+                "accumulate gradients over a static graph; set static_graph=false, or "
+                "micro_batch_size=null for one micro-batch"
+            )
+        if not self._sync_batchnorm:
+            return
+        if device.type == "cpu":
+            raise ValueError(
+                "sync_batchnorm=true on the CPU: torch's SyncBatchNorm works on CUDA only; set "
+                "sync_batchnorm=false"
+            )
+        is_even = size is not None and steps == 1 and size % world_size == 0 and always_full
+        if world_size > 1 and not is_even:
+            raise ValueError(
+                "sync_batchnorm=true runs collectives inside forward, so every rank needs one "
+                f"micro-batch of the same size in every step; with global_batch_size={size} on "
+                f"{world_size} ranks that does not hold. Set drop_last=true (a DataLoader has its "
+                "own), micro_batch_size=null and a global_batch_size that is a multiple of the "
+                "world size"
+            )
 
     def setup(self, step: StepModule, device: torch.device) -> nn.Module:
         """Wrap ``step`` and make every rank's parameters and buffers those of rank 0.
 
         Raises:
-            ValueError: If the ranks' parameters differ in name, shape or type, which DDP itself
-                would meet with a crash.
+            ValueError: If the ranks' parameters or buffers differ in name, shape or type, which
+                DDP itself would meet with a crash or with wrong values.
         """
-        step.needs_every_parameter = not self._options["find_unused_parameters"]
         if distributed.world_size() == 1:
             return step
-        check_same_parameters(step.task)
+        check_same_tensors(step.task)
         if self._sync_batchnorm:
             convert = nn.SyncBatchNorm.convert_sync_batchnorm
             step.task = convert(step.task)  # type: ignore[no-untyped-call]
@@ -85,31 +113,28 @@ class DDPStrategy(Strategy):
         self._wrapped = None
 
 
-def check_same_parameters(task: nn.Module) -> None:
-    """Compare names, shapes and types of the parameters on all ranks.
+def check_same_tensors(task: nn.Module) -> None:
+    """Compare names, shapes and types of the parameters and buffers on all ranks.
 
     Raises:
         ValueError: On every rank, naming the first difference.
     """
     mine = [
-        (name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in task.named_parameters()
+        f"{name} with shape {tuple(p.shape)} ({p.dtype}{'' if p.requires_grad else ', frozen'})"
+        for name, p in task.named_parameters()
+    ]
+    mine += [
+        f"buffer {name} with shape {tuple(b.shape)} ({b.dtype})" for name, b in task.named_buffers()
     ]
     everyone = distributed.all_gather_object(mine)
     for rank, theirs in enumerate(everyone):
         if theirs == everyone[0]:
             continue
         pairs = zip(everyone[0], theirs, strict=False)
-        first, other = next(((a, b) for a, b in pairs if a != b), (len(everyone[0]), len(theirs)))
+        counts = [f"{len(found)} parameters and buffers" for found in (everyone[0], theirs)]
+        first, other = next(((a, b) for a, b in pairs if a != b), counts)
         raise ValueError(
-            f"the task's parameters differ between ranks: rank 0 has {_described(first)}, rank "
-            f"{rank} has {_described(other)}. Build the same model on every rank: nothing in it "
-            "may depend on the rank, on the machine or on unseeded random numbers"
+            f"the task's tensors differ between ranks: rank 0 has {first}, rank {rank} has "
+            f"{other}. Build the same model on every rank: nothing in it may depend on the rank, "
+            "on the machine or on unseeded random numbers"
         )
-
-
-def _described(parameter: Any) -> str:
-    if isinstance(parameter, int):
-        return f"{parameter} parameters"
-    name, shape, dtype, requires_grad = parameter
-    frozen = "" if requires_grad else ", frozen"
-    return f"{name} with shape {shape} ({dtype}{frozen})"
