@@ -1,9 +1,15 @@
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -33,6 +39,24 @@ def test_the_program_in_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
     loss = float(done.stdout.splitlines()[-1].split()[0])
     assert loss < 1e-3
     assert "2 processes on this machine" in done.stdout
+
+
+def test_the_task_in_its_page_trains_and_predicts(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "task.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", text, re.S)[0], names)
+    data = TensorDataset(torch.randn(20, 5), torch.randint(0, 3, (20,)))
+    task = names["Classifier"](features=5, classes=3)
+    trainer = Trainer(max_epochs=1, run_dir=str(tmp_path))
+    metrics = trainer.fit(task, train=data, val=data).metrics
+    assert {"train/accuracy", "train/confidence", "val/accuracy", "val/loss"} <= set(metrics)
+    assert trainer.predict(task, predict=data).shape == (20,)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_programs_are_python(page: Path) -> None:
+    for program in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S):
+        compile(textwrap.dedent(program), page.name, "exec")
 
 
 def test_importing_the_package_loads_nothing_beside_torch_and_numpy() -> None:
