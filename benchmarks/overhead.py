@@ -168,7 +168,7 @@ def trainer(work: Workload, steps: int, folder: Path, **options: Any) -> None:
 
 def trainer_bare(work: Workload, steps: int, folder: Path) -> None:
     """Our Trainer without callbacks and loggers."""
-    trainer(work, steps, folder, callbacks=(), logger=())
+    trainer(work, steps, folder, callbacks=False, logger=False)
 
 
 def lightning(work: Workload, steps: int, folder: Path, **options: Any) -> None:

@@ -133,8 +133,8 @@ def by_trainer(length: Length, world_size: int) -> Outcome:
             seed=SEED,
             log_every_n_steps=1,
             run_dir=str(folder),
-            callbacks=(),
-            logger=[JsonlLogger()],
+            callbacks=False,
+            logger={"jsonl": JsonlLogger()},
         )
         task = MnistTask(LEARNING_RATE, WEIGHT_DECAY, dropout=0.0)
         trainer.fit(task, train=_first_images(length))

@@ -71,9 +71,15 @@ def weighted_samples(weights: Sequence[float]) -> TensorDataset:
 
 
 def fit(task: TaskModule, run_dir: Path, *, train: Any, **options: Any) -> FitResult:
-    """Fit without callbacks, loggers and shuffling; in a rank, on the ranks that are there."""
+    """Fit without shuffling and with no callbacks and loggers but those in ``options``.
+
+    In a rank it fits on the ranks that are there.
+    """
     data = {name: options.pop(name) for name in ("val", "test", "test_best") if name in options}
-    quiet: dict[str, Any] = {"callbacks": [], "logger": [], "shuffle": False}
+    quiet: dict[str, Any] = {"callbacks": False, "logger": False, "shuffle": False}
+    for name in ("callbacks", "logger"):
+        if isinstance(options.get(name), list):  # in place of the default ones, not beside them
+            options[name] = dict(enumerate(options[name]))
     return Trainer(
         **{**quiet, "accelerator": "cpu", "timeout_s": 30, "run_dir": str(run_dir), **options}
     ).fit(task, train=train, **data)

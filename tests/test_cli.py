@@ -73,6 +73,8 @@ def folder(tmp_path: Path) -> str:
     conf = tmp_path / "conf"
     conf.mkdir()
     (conf / "app.yaml").write_text(CONFIG)
+    (conf / "group").mkdir()
+    (conf / "group" / "there.yaml").write_text("a: 1")
     return str(conf)
 
 
@@ -115,7 +117,23 @@ def test_callbacks_are_added_switched_off_and_left_out(folder: str) -> None:
     assert [*cfg.callbacks][2:] == ["progress", "early_stopping", "mine"]
     assert cfg.callbacks.progress is None
     assert list(cfg.logger) == ["jsonl"]
-    assert set(composed(folder, "+callbacks=none").callbacks.values()) == {None}
+    assert cfg.callbacks.early_stopping == {
+        "_target_": "trainer.callbacks.early_stopping.EarlyStopping",
+        "monitor": "val/loss",
+        "mode": "min",
+        "patience": 3,
+        "min_delta": 0.0,
+    }
+
+
+def test_none_drops_those_of_the_project_too(folder: str) -> None:
+    Path(folder, "app.yaml").write_text(CONFIG + "callbacks: {mine: {_target_: my.Callback}}\n")
+    assert "mine" in composed(folder).callbacks
+    cfg = composed(folder, "+callbacks=none", "+logger=none")
+    assert (cfg.callbacks, cfg.logger) == (None, None)
+    assert (cli._nodes(cfg, "callbacks"), cli._nodes(cfg, "logger")) == (False, False)
+    cfg = composed(folder, "+callbacks=none", "+callbacks.one={_target_: my.Callback}")
+    assert list(cfg.callbacks) == ["one"]
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "conf").glob("*.yaml")))
@@ -150,7 +168,7 @@ def test_the_experiments_compose(name: str) -> None:
         (["trainer.max_epochs=???"], "the config leaves trainer.max_epochs open (???)"),
         (["trainer.max_epochs=${nothing}"], "Interpolation key 'nothing' not found"),
         (["trainer=other"], "Could not find 'trainer/other'"),
-        (["trainer.resume=auto"], "trainer.run_dir=runs/my-run trainer.resume=auto"),
+        (["trainer.resume=auto"], "set run_dir=<folder of the run to go on with>"),
         (["mdoe=test"], "there is no key 'mdoe' in the config; did you mean mode?"),
         (["devices=2"], "it is an option of the trainer: write trainer.devices."),
         (["gpus=2"], "it is called devices here: set devices='2'"),
@@ -165,6 +183,19 @@ def test_the_experiments_compose(name: str) -> None:
         (["data=3"], "the config's data has no _target_"),
         (["+max_epochs=3"], "it is an option of the trainer: write trainer.max_epochs."),
         (["+callback=3"], "nothing reads the config's key 'callback'; did you mean callbacks?"),
+        (["trainer.lr=0.1"], "the optimizer belongs to the task"),
+        (["trainer.steps=10"], "it is called max_steps here: set max_steps=10"),
+        (
+            ["+experiment=smoke"],
+            "there is no config group 'experiment'; there are: group, callbacks",
+        ),
+        (["logger=null"], "to have none at all, write +logger=none"),
+        (["callbacks=[]"], "to have none at all, write +callbacks=none"),
+        (
+            ["task._target_=test_cli.Lime"],
+            "task cannot be built from test_cli.Lime: test_cli has n",
+        ),
+        (["+callbacks.x={_target_: trainer.Calback}"], "did you mean trainer.Callback?"),
         (["trainer.devices=1,2"], "Ambiguous value"),
         (["trainer.run_dir=/dev/null/x"], "run_dir /dev/null/x cannot be written: /dev/null is"),
     ],
@@ -187,6 +218,9 @@ def test_a_mistake_in_a_file(folder: str) -> None:
     [
         [],
         ["+own=3"],
+        ["++own=word"],
+        ["+own=word", "trainer.run_dir=${own}"],
+        ["+group=there"],
         ["+seed=3", "trainer.seed=${seed}"],
         ["trainer.run_dir=${hydra:runtime.cwd}/runs"],
         ["mode=validate", "trainer.max_epochs=null"],
@@ -231,9 +265,32 @@ def test_validate_and_test_print_their_metrics(
 ) -> None:
     cfg.mode, cfg.optimized_metric = "validate", "test/loss"
     metrics = cli.run(cfg)
-    assert f"val/loss  {metrics['val/loss']:.6g}\n" in capfd.readouterr().out
+    shown = capfd.readouterr().out
+    assert f"val/loss  {metrics['val/loss']:.6g}\n" in shown
+    assert "weights: as the task is built (no ckpt_path)\n" in shown
     cfg.mode = "test"
     assert cli.run(cfg) == pytest.approx(metrics["val/loss"])  # the same weights and data
+
+
+def test_the_weights_that_are_tested_are_named(
+    cfg: DictConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    result = cli.run(cfg)
+    capfd.readouterr()
+    cfg.mode = "validate"
+    assert result.best_checkpoint != result.last_checkpoint
+    cfg.ckpt_path = "last"
+    assert cli.run(cfg) == {"val/loss": result.metrics["val/loss"]}
+    assert f"weights: {result.last_checkpoint}, step 2\n" in capfd.readouterr().out
+    cfg.ckpt_path = str(tmp_path / "run")  # a run stands for its best
+    cli.run(cfg)
+    assert f"weights: {result.best_checkpoint}, step 1\n" in capfd.readouterr().out
+    cfg.ckpt_path = str(result.last_checkpoint / "model.safetensors")
+    cli.run(cfg)
+    assert f"weights: {cfg.ckpt_path}\n" in capfd.readouterr().out
+    cfg.ckpt_path = "step-7"
+    with pytest.raises(ValueError, match="step-7 is no checkpoint"):
+        cli.run(cfg)
 
 
 def test_predict_keeps_the_predictions(cfg: DictConfig, tmp_path: Path) -> None:
@@ -289,9 +346,9 @@ from trainer import hydra_main, run
 def main(cfg):
     if cfg.get("fail"):
         raise RuntimeError("broken")
+    print("step", run(cfg).step)
     if cfg.get("interrupt"):
         raise KeyboardInterrupt
-    print("step", run(cfg).step)
 if __name__ == "__main__":
     main()
 """
@@ -339,5 +396,7 @@ def test_a_failure_is_printed_once_without_hydra(folder: str) -> None:
 
 
 def test_an_interrupt_ends_with_130(folder: str) -> None:
-    done = program(folder, "+interrupt=true")
-    assert (done.returncode, done.stderr) == (130, "")
+    done = program(folder, "+interrupt=true", "trainer.run_dir=made")
+    run_dir = Path(folder).parent / "made"
+    go_on = f"interrupted; to go on: trainer.run_dir={run_dir} trainer.resume=auto\n"
+    assert (done.returncode, done.stderr) == (130, go_on)

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from trainer import Trainer
+from trainer.composition import check_command_line, register_configs
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -57,6 +58,27 @@ def test_the_task_in_its_page_trains_and_predicts(tmp_path: Path) -> None:
 def test_programs_are_python(page: Path) -> None:
     for program in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S):
         compile(textwrap.dedent(program), page.name, "exec")
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SHELL = "".join(re.findall(r"^```\w*\n(.*?)^```", README, re.S | re.M))
+
+
+@pytest.mark.parametrize("command", re.findall(r"^.*python -m recipes\..*$", SHELL, re.M))
+def test_the_commands_in_the_readme_are_accepted(command: str) -> None:
+    recipe, *overrides = command.partition("python -m recipes.")[2].split()
+    overrides = [re.sub(r"[<>]", "", override) for override in overrides]  # <date>
+    multirun = "--multirun" in overrides
+    if multirun:
+        overrides.remove("--multirun")
+    try:
+        if command.startswith("$"):  # shown for what it answers
+            with pytest.raises(ValueError, match="there is no option"):
+                check_command_line(str(ROOT / "conf"), recipe, overrides, multirun)
+        else:
+            check_command_line(str(ROOT / "conf"), recipe, overrides, multirun)
+    finally:
+        register_configs()
 
 
 def test_importing_the_package_loads_nothing_beside_torch_and_numpy() -> None:

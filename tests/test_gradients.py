@@ -159,10 +159,11 @@ def test_clipping_is_by_the_global_norm() -> None:
     step, gradients = after_backward()
     before = grads(step)
     norm = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in before]))
-    gradients.clip(None)
-    gradients.clip(float(norm) * 2)
+    optimizer = torch.optim.SGD(step.task.parameters(), lr=0.1)
+    gradients.clip(None, optimizer)
+    gradients.clip(float(norm) * 2, optimizer)
     torch.testing.assert_close(grads(step), before, rtol=0, atol=0)
-    gradients.clip(0.5)
+    gradients.clip(0.5, optimizer)
     torch.testing.assert_close(
         grads(step), [grad * 0.5 / norm for grad in before], rtol=1e-5, atol=0
     )

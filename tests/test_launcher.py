@@ -160,7 +160,7 @@ def test_work_that_cannot_be_sent_leaves_nothing_open(monkeypatch):
     config = TrainerConfig(devices=2, accelerator="cpu")
 
     def start():
-        with pytest.raises(ValueError, match="cannot be sent to the ranks: .*make it picklable"):
+        with pytest.raises(ValueError, match=r"cannot be sent to the ranks: .*make it picklable"):
             launch(print, threading.Lock(), config=config)
         return len(os.listdir("/proc/self/fd"))
 

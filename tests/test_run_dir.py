@@ -7,7 +7,7 @@ import pytest
 from support import on_ranks
 
 from trainer.config import TrainerConfig
-from trainer.run_dir import choose_run_dir
+from trainer.run_dir import check_writable, choose_run_dir, set_aside
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,9 @@ def test_a_requeued_job_finds_its_folder_again(elsewhere, monkeypatch):
 
 
 def test_resuming_in_a_new_folder_is_refused(elsewhere):
-    with pytest.raises(ValueError, match="resume=auto looks for checkpoints in run_dir, but run_d"):
+    with pytest.raises(
+        ValueError, match="resume=auto looks for checkpoints in run_dir, and every "
+    ):
         choose_run_dir(TrainerConfig(resume="auto"))
     assert list(elsewhere.iterdir()) == []
 
@@ -52,6 +54,32 @@ def test_a_folder_that_cannot_be_written_is_refused(elsewhere, folder):
         ValueError, match=r"run_dir .* cannot be written: .*; set run_dir=<a folder"
     ):
         choose_run_dir(TrainerConfig(run_dir=folder))
+
+
+def test_a_folder_is_checked_without_being_made(elsewhere):
+    check_writable(Path("new/below"))
+    assert list(elsewhere.iterdir()) == []
+    Path("file").touch()
+    for folder in ("file", "file/below"):
+        with pytest.raises(ValueError, match=rf"run_dir {folder} cannot be written: .*file is not"):
+            check_writable(Path(folder))
+
+
+def test_what_an_earlier_run_left_is_set_aside_each_time(elsewhere, capsys):
+    set_aside(elsewhere / "metrics.jsonl")  # there is none
+    assert list(elsewhere.iterdir()) == []
+    for text in ("first", "second", "third"):
+        (elsewhere / "metrics.jsonl").write_text(text)
+        set_aside(elsewhere / "metrics.jsonl")
+    found = {path.name: path.read_text() for path in (elsewhere / "aside").iterdir()}
+    assert found == {
+        "metrics.jsonl": "first",
+        "metrics-1.jsonl": "second",
+        "metrics-2.jsonl": "third",
+    }
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == f"moved metrics.jsonl of an earlier run to {elsewhere}/aside/metrics.jsonl"
+    assert len(lines) == 3
 
 
 def test_a_new_folder_needs_a_parent_that_can_be_written(elsewhere):

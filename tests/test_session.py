@@ -65,6 +65,7 @@ def test_missing_training_data_ends_a_fit(tmp_path):
 def test_a_global_batch_smaller_than_the_world_is_refused(monkeypatch):
     found = session(train=samples(9), global_batch_size=1)
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    monkeypatch.setattr(distributed, "all_gather_object", lambda value: [value, value])
     with pytest.raises(ValueError, match="global_batch_size=1 is smaller than the world size of 2"):
         found.train_batches(DDPStrategy())
 

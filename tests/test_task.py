@@ -62,6 +62,32 @@ def test_another_module_is_refused() -> None:
         Trainer(max_steps=1).fit(nn.Linear(1, 1), train=samples(4))  # type: ignore[arg-type]
 
 
+def test_what_is_missing_to_train_is_said_before_the_launch() -> None:
+    class Half(TaskModule):
+        def forward(self, batch: Any) -> Any:
+            return batch
+
+    class WithLoss(Half):
+        def loss(self, outputs: Any, batch: Any) -> Any:
+            return outputs.mean()
+
+    check_contract(Half())  # enough to predict
+    check_contract(WithLoss())
+    with pytest.raises(ValueError, match=r"Half does not .*loss\(self.*configure_optimizers\(self"):
+        Trainer(max_steps=1).fit(Half(), train=samples(4))
+    with pytest.raises(ValueError, match=r"does not define configure_optimizers\(self\), which"):
+        check_contract(WithLoss(), to_fit=True)
+
+
+def test_a_task_in_the_style_of_lightning_is_told_what_to_write() -> None:
+    class Habit(TaskModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return 0
+
+    with pytest.raises(ValueError, match=r"Habit defines training_step, .* loss\(self, outputs, b"):
+        check_contract(Habit())
+
+
 @pytest.mark.parametrize(
     ("method", "arguments"), [("forward", 1), ("loss", 2), ("configure_optimizers", 0)]
 )

@@ -402,7 +402,7 @@ def test_only_scalars_can_be_logged(tmp_path: Path) -> None:
 
 def test_a_trainer_fits_again_from_the_start(tmp_path: Path) -> None:
     trainer = Trainer(
-        accelerator="cpu", max_epochs=2, run_dir=str(tmp_path), callbacks=[], logger=[]
+        accelerator="cpu", max_epochs=2, run_dir=str(tmp_path), callbacks=False, logger=False
     )
     first, second = Regression(), Regression()
     results = [trainer.fit(task, train=samples(9)) for task in (first, second)]
@@ -430,7 +430,7 @@ def test_the_best_weights_are_tested_and_the_last_ones_kept(tmp_path: Path) -> N
     options = {"global_batch_size": 4, "max_epochs": 6, "test_best": True}
     result = fit(task, tmp_path, **data, **options)
     assert result.best_checkpoint is not None
-    best = Trainer(accelerator="cpu", callbacks=[], logger=[]).test(
+    best = Trainer(accelerator="cpu", callbacks=False, logger=False).test(
         Regression(), test=samples(8), ckpt_path=result.best_checkpoint
     )
     assert result.metrics["test/loss"] == best["test/loss"]
@@ -604,3 +604,16 @@ def test_the_best_checkpoint_knows_the_metric_measured_after_it_was_written(
     data = {"train": samples(9), "val": samples(3)}
     result = fit(Regression(), tmp_path, **data, **options)
     assert result.best_checkpoint == result.last_checkpoint
+
+
+def test_a_loss_that_returns_nothing_is_noticed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Forgetful(Regression):
+        def loss(self, outputs: Tensor, batch: Any) -> Any:
+            super().loss(outputs, batch)
+
+    fit(Forgetful(), tmp_path, train=samples(4), max_epochs=2)
+    said = capsys.readouterr().out
+    assert said.count("nothing was trained in the first 1 steps: loss returned None") == 1
+    assert said.count("nothing was trained") == 1

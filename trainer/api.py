@@ -39,9 +39,11 @@ class Trainer:
         """Check the options and seed the random generators.
 
         Args:
-            callbacks: A sequence of `Callback` objects (or config nodes), or a mapping of them by
-                name; None for the default ones (learning rate, throughput, progress).
-            logger: Likewise of `Logger` objects; None for metrics.jsonl and TensorBoard.
+            callbacks: A `Callback` (or a config node), or a sequence of them, to add to the default
+                ones (learning rate, throughput, progress); one of the same class takes the place of
+                a default. False for none at all; a mapping by name is the whole set.
+            logger: Likewise of `Logger` objects, the default ones being metrics.jsonl and
+                TensorBoard.
             options: Any option of `TrainerConfig`.
 
         Raises:
@@ -158,7 +160,7 @@ class Trainer:
         self, job: Callable[..., Any], changes_weights: bool, task: TaskModule, *args: Any
     ) -> Any:
         """Run ``job(task, *args)`` on all ranks; afterwards ``task`` is as the ranks left it."""
-        check_contract(task)
+        check_contract(task, to_fit=job == self._fit)
         outcome = launch(
             self._on_rank, job, changes_weights, task, *args, config=self.config, where=self._where
         )
@@ -190,9 +192,9 @@ class Trainer:
         # Built here, so that a logger knows nothing of ranks: only rank 0 has any.
         is_first = distributed.rank() == 0
         callbacks = instantiate_all(
-            self._callbacks if is_first else (), Callback, "callbacks", default_callbacks
+            self._callbacks if is_first else False, Callback, "callbacks", default_callbacks
         )
-        logger = self._logger if is_first and not self.config.fast_dev_run else ()
+        logger = self._logger if is_first and not self.config.fast_dev_run else False
         loggers = instantiate_all(logger, Logger, "logger", default_loggers)
         session = Session(self.config, task, data)
         self._state = TrainState()

@@ -10,8 +10,9 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from trainer.checkpoint import manifest
 from trainer.composition import (
     HYDRA_VERSION,
     check_command_line,
@@ -55,7 +56,7 @@ def hydra_main(
             try:
                 _run_program(main, folder, config_name)
             except KeyboardInterrupt:
-                sys.exit(130)
+                _end_interrupted()
 
         return program
 
@@ -96,6 +97,8 @@ def run(cfg: DictConfig | dict[str, Any]) -> Any:
     task = build_node(cfg.task, "task")
 
     mode, ckpt_path = cfg.get("mode", "fit"), cfg.get("ckpt_path")
+    if mode != "fit" and not launched_rank(options):
+        ckpt_path = _find_weights(ckpt_path, options["run_dir"])
     if mode == "predict":
         return _keep(trainer.predict(task, data, ckpt_path=ckpt_path), options["run_dir"])
     if mode == "fit":
@@ -135,7 +138,7 @@ def _run_program(main: Callable[[DictConfig], Any], folder: str, config_name: st
                 args.multirun,
             )
         except ValueError as mistake:
-            if not any(int(os.environ.get(name, "0")) for name in ("RANK", "SLURM_PROCID")):
+            if _is_first():
                 print(f"error: {mistake}", file=sys.stderr)
             sys.exit(1)
         if rank:  # rank 0 makes the one folder
@@ -158,6 +161,9 @@ def _job(main: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
             return main(cfg)  # a sweeper may want to go on after a failure
         try:
             return main(cfg)
+        except KeyboardInterrupt:
+            can_go_on = cfg.get("mode", "fit") == "fit"
+            _end_interrupted(HydraConfig.get().runtime.output_dir if can_go_on else None)
         except Exception as error:
             if isinstance(error.__cause__, RemoteTraceback):
                 print(error.__cause__.args[0], end="", file=sys.stderr)
@@ -169,11 +175,38 @@ def _job(main: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
     return job
 
 
+def _end_interrupted(run_dir: str | None = None) -> NoReturn:
+    """End as after Ctrl-C; say how to go on with the run in ``run_dir``, if it has a checkpoint."""
+    if _is_first():
+        found = run_dir is not None and manifest.step_folders(Path(run_dir) / manifest.FOLDER)
+        go_on = f"; to go on: trainer.run_dir={run_dir} trainer.resume=auto" if found else ""
+        print(f"interrupted{go_on}", file=sys.stderr)
+    sys.exit(130)
+
+
+def _is_first() -> bool:
+    """Whether this process speaks for all that a launcher started."""
+    return not any(int(os.environ.get(name, "0")) for name in ("RANK", "SLURM_PROCID"))
+
+
+def _find_weights(ckpt_path: str | None, run_dir: str | None) -> Path | None:
+    """Return the checkpoint that ``ckpt_path`` means, and print which weights are used."""
+    if ckpt_path is None:
+        print("weights: as the task is built (no ckpt_path)", flush=True)
+        return None
+    path = manifest.find(Path(run_dir or "."), ckpt_path)
+    step = f", step {manifest.read_manifest(path)['step']}" if path.is_dir() else ""
+    print(f"weights: {path}{step}", flush=True)
+    return path
+
+
 def _nodes(cfg: DictConfig, key: str) -> Any:
     """Return the nodes of callbacks or loggers as plain values, for the Trainer to build."""
     from omegaconf import OmegaConf
 
     value = cfg.get(key)
+    if value is None:
+        return False if key in cfg else None
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 

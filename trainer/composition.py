@@ -6,10 +6,11 @@ it was written, gets our message; then by Hydra, with types.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
@@ -17,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from trainer import migration
 from trainer.config import TrainerConfig, option_fields
+from trainer.instantiate import check_targets
 from trainer.launcher import find_launcher
-from trainer.run_dir import slurm_run_dir
+from trainer.run_dir import check_resume, check_writable, slurm_run_dir
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -48,18 +50,22 @@ def register_configs(typed: bool = True) -> None:
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
-    from trainer.callbacks import default_callbacks
+    from trainer.callbacks import EarlyStopping, default_callbacks
     from trainer.loggers import default_loggers
 
     store = ConfigStore.instance().store
     store(group="trainer", name="options", node=TrainerConfig if typed else asdict(TrainerConfig()))
     store(group="trainer", name="default", node={"defaults": ["options", "/trainer_app@_global_"]})
-    groups = {"callbacks": _as_nodes(default_callbacks()), "logger": _as_nodes(default_loggers())}
+    groups = {
+        "callbacks": dict(_named_node(type(each)) for each in default_callbacks()),
+        "logger": dict(_named_node(type(each)) for each in default_loggers()),
+    }
     for group, nodes in groups.items():
         store(group=group, name="default", node=nodes)
-        store(group=group, name="none", node=dict.fromkeys(nodes))
-    early_stopping = {"_target_": "trainer.callbacks.EarlyStopping", "monitor": "val/loss"}
-    store(group="callbacks", name="early_stopping", node={"early_stopping": early_stopping})
+        # In place of the whole mapping, so that it drops the project's own as well.
+        store(group=group, name="none", node={group: None}, package="_global_")
+    early_stopping = dict([_named_node(EarlyStopping, monitor="val/loss")])
+    store(group="callbacks", name="early_stopping", node=early_stopping)
     app = {
         "defaults": [{"override /hydra/job_logging": "stdout"}, "_self_"],
         **DEFAULTS,
@@ -111,13 +117,9 @@ def check_config(cfg: DictConfig) -> dict[str, Any]:
     options = _plain(cfg.get("trainer"))
     try:
         checked = TrainerConfig.from_options(options)
+        check_resume(checked)
     except ValueError as mistake:
         raise ValueError(f"trainer: {mistake}") from None
-    if checked.resume == "auto" and checked.run_dir is None and slurm_run_dir() is None:
-        raise ValueError(
-            "resume=auto looks into run_dir, and every run without one gets a new, time-stamped "
-            "folder; name it: trainer.run_dir=runs/my-run trainer.resume=auto"
-        )
     if cfg.get("ckpt_path") in ("best", "last") and checked.run_dir is None:
         raise ValueError(
             f"ckpt_path={cfg.ckpt_path} is looked for in run_dir, and this run has a new one; name "
@@ -141,6 +143,7 @@ def check_command_line(
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
+    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     register_configs(typed=False)
@@ -148,12 +151,19 @@ def check_command_line(
         parsed = OverridesParser.create().parse_overrides(overrides)
     except HydraException as error:
         raise ValueError(str(error)) from None
+    _check_switched_off(parsed)
     for variant in _variants(parsed, multirun):
         try:
-            options = check_config(_compose(folder, config_name, variant))
+            cfg = _compose(folder, config_name, variant)
+            options = check_config(cfg)
         except (HydraException, OmegaConfBaseException) as error:
             raise ValueError(_explain(error, folder, config_name, variant)) from None
-        _check_writable(Path(options.get("run_dir") or "outputs"))
+        _check_groups(parsed, cfg, folder)
+        for key in ("task", "data", "trainer", "callbacks", "logger"):
+            node = cfg.get(key)
+            raw = OmegaConf.is_config(node)
+            check_targets(OmegaConf.to_container(node, resolve=False) if raw else node, key)
+        check_writable(Path(options.get("run_dir") or "outputs"))
         rank = launched_rank(options)
         if multirun and rank is not None:
             raise ValueError(
@@ -214,13 +224,41 @@ def _explain(error: Exception, folder: str, config_name: str, overrides: list[st
     return f"there is no key {key!r} in the config; {advice} (+{key}=... adds a key of your own)"
 
 
-def _check_top_level(cfg: DictConfig) -> None:
-    """Refuse a key that looks like a slip; keys of the project's own pass."""
+def _check_switched_off(overrides: list[Override]) -> None:
+    """Say how to do without callbacks or loggers, for which Hydra has a message of its own."""
+    for override in overrides:
+        key = override.key_or_group
+        if key in ("callbacks", "logger") and override.value() in (None, False, []):
+            raise ValueError(f"{override.input_line}: to have none at all, write +{key}=none")
+
+
+def _check_groups(overrides: list[Override], cfg: DictConfig, folder: str) -> None:
+    """Refuse ``+group=name`` where there is no such group: Hydra makes it a key of its own."""
+    for override in overrides:
+        key = override.key_or_group
+        value = cfg.get(key)
+        meant = override.is_add() and not override.is_force_add() and isinstance(value, str)
+        if meant and re.fullmatch(r"[\w./-]+", value) and not _is_read(key, cfg):
+            groups = sorted(p.name for p in Path(folder).iterdir() if p.is_dir())
+            raise ValueError(
+                f"{override.input_line}: there is no config group {key!r}; there are: "
+                f"{', '.join([*groups, 'callbacks', 'logger'])}. A key of your own that no other "
+                f"refers to is added by +{override.input_line}"
+            )
+
+
+def _is_read(key: str, cfg: DictConfig) -> bool:
+    """Whether `run` reads the key, or another key refers to it."""
     from omegaconf import OmegaConf
 
-    text = OmegaConf.to_yaml(cfg)
+    refers = r"\$\{" + re.escape(key) + r"[.}\[]"
+    return key in READ_KEYS or re.search(refers, OmegaConf.to_yaml(cfg)) is not None
+
+
+def _check_top_level(cfg: DictConfig) -> None:
+    """Refuse a key that looks like a slip; keys of the project's own pass."""
     for key in map(str, cfg):
-        if key in READ_KEYS or re.search(r"\$\{" + re.escape(key) + r"[.}\[]", text):
+        if _is_read(key, cfg):
             continue
         slip = _slip(key, cfg[key], cfg)
         if slip:
@@ -269,13 +307,14 @@ def _open_keys(node: Any, prefix: str = "") -> list[str]:
     return [prefix[1:]] if node == "???" else []
 
 
-def _as_nodes(objects: Sequence[object]) -> dict[str, Any]:
-    """Return the nodes that build ``objects`` without arguments, named after their files."""
-    classes = [type(o) for o in objects]
-    return {
-        c.__module__.rpartition(".")[2]: {"_target_": f"{c.__module__}.{c.__qualname__}"}
-        for c in classes
+def _named_node(cls: type, **arguments: Any) -> tuple[str, dict[str, Any]]:
+    """Return the name of the class's file, and a node with every argument to set."""
+    values = {
+        name: arguments.get(name, parameter.default)
+        for name, parameter in inspect.signature(cls).parameters.items()
     }
+    target = f"{cls.__module__}.{cls.__qualname__}"
+    return cls.__module__.rpartition(".")[2], {"_target_": target, **values}
 
 
 def launched_rank(options: Mapping[str, Any]) -> int | None:
@@ -292,12 +331,3 @@ def _hydra_run_dir(given: str | None) -> str:
 
 def _hydra_dir(mode: str) -> str:
     return ".hydra" if mode == "fit" else f".hydra/{mode}"  # what trained a run stays readable
-
-
-def _check_writable(folder: Path) -> None:
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        raise ValueError(
-            f"run_dir {folder} cannot be written: {there} is not a folder that allows it; set "
-            "trainer.run_dir=<a folder that does>"
-        )

@@ -14,17 +14,45 @@ CONTRACT = tuple(
     name for name in vars(TaskModule) if not name.startswith("_") and name not in ("run", "forward")
 )
 
+WRITE = {
+    "loss": "loss(self, outputs, batch), which returns the mean loss over the batch's samples",
+    "configure_optimizers": "configure_optimizers(self), which returns an optimizer over "
+    "self.parameters()",
+}
 
-def check_contract(task: nn.Module) -> None:
-    """Refuse a task in which an attribute hides a method of the contract.
+
+def check_contract(task: nn.Module, to_fit: bool = False) -> None:
+    """Refuse a task that lacks a method, or in which an attribute hides one of the contract.
+
+    Args:
+        task: What the user gave.
+        to_fit: Whether it is to be trained, which takes a loss and an optimizer.
 
     Raises:
-        ValueError: If ``task`` is not a `TaskModule` or has such an attribute.
+        ValueError: If ``task`` is not a `TaskModule`, is incomplete or has such an attribute.
     """
+    name = type(task).__name__
     if not isinstance(task, TaskModule):
         raise ValueError(
-            f"the task is a {type(task).__name__}; it must be a trainer.TaskModule: subclass it "
+            f"the task is a {name}; it must be a trainer.TaskModule: subclass it "
             "and define forward(batch), loss(outputs, batch) and configure_optimizers()"
+        )
+    missing = [
+        method
+        for method in ("loss", "configure_optimizers")
+        if getattr(type(task), method) is getattr(TaskModule, method)
+    ]
+    if "loss" in missing and hasattr(task, "training_step"):
+        raise ValueError(
+            f"{name} defines training_step, which nothing calls here, and no loss. Let "
+            "forward(self, batch) return the outputs for a whole batch (inputs and targets, as the "
+            "data yields it), and loss(self, outputs, batch) the mean loss over its samples; "
+            "validation and test use the same two"
+        )
+    if to_fit and missing:
+        raise ValueError(
+            f"{name} does not define {' and '.join(WRITE[method] for method in missing)}, which it "
+            "takes to train"
         )
     hidden = set(vars(task)) | set(task._modules) | set(task._parameters) | set(task._buffers)
     for name in (*CONTRACT, "forward"):

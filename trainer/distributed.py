@@ -6,6 +6,8 @@ be taken down and set up again at a step boundary.
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import pickle
 import sys
@@ -107,6 +109,9 @@ def setup(store: Store, rank: int, world_size: int, kind: str, timeout_s: float)
     if sys.platform == "linux" and os.environ.get("GROUP_WORLD_SIZE") == "1":
         # The host's own name may lead to an address that does not answer.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # What is imported for the first time while there is a group (DDP does that) keeps it for ever,
+    # and its threads abort a process that ends while they still hold tensors.
+    importlib.import_module("torch._dynamo")
     device_id = None
     if kind == "cuda":
         device_id = _cuda_device(int(os.environ["LOCAL_RANK"]))
@@ -122,9 +127,10 @@ def setup(store: Store, rank: int, world_size: int, kind: str, timeout_s: float)
 
 
 def teardown() -> None:
-    """Leave the process group, if there is one."""
+    """Leave the process group, if there is one, and end its threads."""
     if is_initialized():
         dist.destroy_process_group()
+        gc.collect()  # DDP's wrappers hold the group, and themselves
 
 
 def run_once_per_machine(fn: Callable[[], object], timeout_s: float) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch.distributed import DistNetworkError
 
-_LIMIT = 1_000_000  # of each part: a store refuses values over 8 MiB, by closing the connection
+_LIMIT = 500_000  # of each part: a store refuses values over 8 MiB, by closing the connection
 
 # What gloo and NCCL say when the other side is gone. A timeout counts too: the rank that reports
 # it waited for another.
@@ -18,7 +18,7 @@ _LINK_BROKE = re.compile(r"gloo/transport|Connection (reset|closed) by peer|nccl
 
 
 class RankError(RuntimeError):
-    """A rank ended in a way that left no exception to raise here: killed, or not picklable."""
+    """A rank ended in a way that left no exception to raise here: killed, silent, or by an exit."""
 
 
 class RemoteTraceback(Exception):  # noqa: N818 - shown as a cause, never raised
@@ -40,7 +40,8 @@ class Failure:
         secondary: Whether it only follows from another rank's failure.
         text: Who, where, and the traceback.
         message: Type and message in one line.
-        pickled: The exception itself; None where it cannot be pickled.
+        pickled: The exception itself; None where it cannot be pickled, or would end the caller
+            (SystemExit, KeyboardInterrupt).
     """
 
     rank: int
@@ -62,12 +63,12 @@ class Failure:
             secondary=follows_from_another(error),
             text=f"{place}:\n{trace[-_LIMIT:]}",
             message="".join(traceback.format_exception_only(type(error), error)).strip()[:_LIMIT],
-            pickled=_pickle(error),
+            pickled=_pickle(error) if isinstance(error, Exception) else None,
         )
 
-    def error(self) -> BaseException:
+    def error(self) -> Exception:
         """Return the exception to raise here, with the other process's traceback as its cause."""
-        error: BaseException
+        error: Exception
         if self.pickled is None:
             error = RankError(f"rank {self.rank}: {self.message}")
         else:
@@ -103,6 +104,16 @@ def death_of(rank: int, exitcode: int) -> RankError:
             "micro_batch_size, fewer num_workers or fewer devices"
         )
     return RankError(f"rank {rank} was killed by {name}{hint}")
+
+
+def unanswered(silent: list[str], timeout_s: float, told_by: Failure) -> RankError:
+    """Return the error for ranks that neither failed nor answered the others."""
+    error = RankError(
+        f"rank {', '.join(silent)} did not answer within timeout_s={timeout_s:g} s: it hangs, or "
+        "does work that the other ranks do not wait for"
+    )
+    error.__cause__ = RemoteTraceback(told_by.text)
+    return error
 
 
 def _pickle(error: BaseException) -> bytes | None:

@@ -95,10 +95,11 @@ class Gradients:
             torch._foreach_mul_(grads, 1 / ratio)
         return True
 
-    def clip(self, max_norm: float | None) -> None:
-        """Scale gradients down so that their global L2 norm is at most ``max_norm``."""
+    def clip(self, max_norm: float | None, optimizer: torch.optim.Optimizer) -> None:
+        """Scale ``optimizer``'s gradients so that their global L2 norm is at most ``max_norm``."""
         if max_norm is not None:
-            nn.utils.clip_grad_norm_(self._trained, max_norm)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def clear(self) -> None:
         """Forget all gradients, for the next step."""

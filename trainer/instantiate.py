@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from importlib import import_module
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -14,9 +16,10 @@ def instantiate_all(
     """Build the objects that ``spec`` stands for.
 
     Args:
-        spec: None for the defaults, False for none at all, or one or several (in a sequence, or a
-            mapping by name) of: a ``kind``, a node with a ``_target_``. Entries that are None or
-            False are left out, so that a config can switch one off.
+        spec: None for the defaults, False for none at all; a ``kind`` or a node with a
+            ``_target_``, or a sequence of these, to be added to the defaults, where one of the
+            same class takes the place of a default; or a mapping by name, which is the whole set.
+            Entries that are None or False are left out, so that a config can switch one off.
         kind: What each must be.
         what: The option's name, for messages (``callbacks``).
         defaults: Makes the default objects.
@@ -28,15 +31,28 @@ def instantiate_all(
         return list(defaults())
     if spec is False:
         return []
-    if _is_node(spec) or not isinstance(spec, Mapping | Sequence) or isinstance(spec, str):
-        return [_build(spec, kind, what)]
-    if isinstance(spec, Mapping):
-        named = [(f"{what}.{name}", entry) for name, entry in spec.items()]
+    if isinstance(spec, Mapping) and not _is_node(spec):
+        return _build_all({f"{what}.{name}": entry for name, entry in spec.items()}, kind)
+    if _is_node(spec) or not isinstance(spec, Sequence) or isinstance(spec, str):
+        named = {what: spec}
     else:
-        named = [(f"{what}[{index}]", entry) for index, entry in enumerate(spec)]
+        named = {f"{what}[{index}]": entry for index, entry in enumerate(spec)}
+    there = defaults()
+    classes = {type(default) for default in there}
+    instead: dict[type[T], T] = {}
+    beside: list[T] = []
+    for own in _build_all(named, kind):
+        if type(own) in classes and type(own) not in instead:
+            instead[type(own)] = own
+        else:
+            beside.append(own)
+    return [instead.get(type(default), default) for default in there] + beside
+
+
+def _build_all(named: Mapping[str, Any], kind: type[T]) -> list[T]:
     return [
         _build(entry, kind, name)
-        for name, entry in named
+        for name, entry in named.items()
         if entry is not None and entry is not False
     ]
 
@@ -78,6 +94,7 @@ def build_node(node: Any, name: str, **overrides: Any) -> Any:
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
 
+    check_targets(node, name)
     try:
         return instantiate(node, _convert_="all", **overrides)
     except InstantiationException as error:
@@ -85,3 +102,52 @@ def build_node(node: Any, name: str, **overrides: Any) -> Any:
         if isinstance(cause, Exception) and not isinstance(cause, ImportError | TypeError):
             raise cause from None
         raise ValueError(f"{name} cannot be built: {error}") from error
+
+
+def check_targets(node: Any, name: str) -> None:
+    """Refuse a ``_target_`` in or below ``node`` that leads nowhere; import what it leads to.
+
+    Args:
+        node: A part of a config. A target that is an interpolation is not looked at.
+        name: Where it stands in the config, for the message.
+
+    Raises:
+        ValueError: Naming the part of the path that is not there.
+    """
+    for place, target in _targets(node, name):
+        if "${" not in target:
+            _check_target(target, place)
+
+
+def _targets(node: Any, name: str) -> Iterator[tuple[str, str]]:
+    if _is_node(node) and isinstance(node["_target_"], str):
+        yield name, node["_target_"]
+    if isinstance(node, Mapping):
+        parts: Any = node.items()
+    elif isinstance(node, Sequence) and not isinstance(node, str):
+        parts = enumerate(node)
+    else:
+        return
+    for key, part in parts:
+        yield from _targets(part, f"{name}.{key}")
+
+
+def _check_target(target: str, name: str) -> None:
+    path, found = "", None
+    for part in target.split("."):
+        longer = f"{path}.{part}" if path else part
+        if not hasattr(found, part):
+            try:
+                found = import_module(longer)
+            except ModuleNotFoundError as error:
+                if error.name is None or not longer.startswith(error.name):
+                    raise  # the module is there, and imports one that is not
+                near = get_close_matches(part, dir(found) if path else [], n=1)
+                advice = f"; did you mean {path}.{near[0]}?" if near else ""
+                missing = f"{path} has no {part!r}" if path else f"there is no module {part!r}"
+                raise ValueError(
+                    f"{name} cannot be built from {target}: {missing}{advice}"
+                ) from None
+        else:
+            found = getattr(found, part)
+        path = longer

@@ -52,9 +52,10 @@ def launch(
 
     Raises:
         ValueError: If the ranks asked for cannot be had here.
-        BaseException: What ``job`` raised on the first rank that failed. Its cause shows that
+        Exception: What ``job`` raised on the first rank that failed. Its cause shows that
             rank's traceback.
-        RankError: If that rank was killed, or its exception cannot be pickled.
+        RankError: If that rank was killed, exited or did not answer, or its exception cannot be
+            pickled.
     """
     if in_child():
         return job(*args)

@@ -37,7 +37,8 @@ def place(metrics: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
                 f"build_metrics returned a {type(metric).__name__} for {name!r}; it must be a "
                 "torchmetrics.Metric or MetricCollection"
             )
-        placed[name] = metric.to(device)
+        # A clone, for a task may give one object for several splits.
+        placed[name] = metric = metric.clone().to(device)
         for part in _metrics_in(metric):
             part.sync_on_compute = False
             part._to_sync = False

@@ -33,6 +33,7 @@ RENAMED = {
     "logging_dir": "run_dir",
     "logging_steps": "log_every_n_steps",
     "max_grad_norm": "gradient_clip_norm",
+    "max_iters": "max_steps",
     "metric_for_best_model": "checkpoint.monitor",
     "mixed_precision": "precision",
     "nnodes": "num_nodes",
@@ -40,6 +41,7 @@ RENAMED = {
     "num_epochs": "max_epochs",
     "num_machines": "num_nodes",
     "num_processes": "devices",
+    "num_steps": "max_steps",
     "num_train_epochs": "max_epochs",
     "output_dir": "run_dir",
     "per_device_eval_batch_size": "eval_batch_size",
@@ -48,7 +50,10 @@ RENAMED = {
     "save_steps": "checkpoint.every_n_steps",
     "save_total_limit": "checkpoint.keep",
     "seed_everything": "seed",
+    "steps": "max_steps",
     "sync_bn": "sync_batchnorm",
+    "total_steps": "max_steps",
+    "workers": "num_workers",
     "checkpoint.every_n_train_steps": "checkpoint.every_n_steps",
     "checkpoint.save_top_k": "checkpoint.keep",
     "checkpoint.dirpath": "run_dir",
@@ -62,7 +67,7 @@ WITHOUT = {
     "streams already follow from seed alone",
     "benchmark": "set torch.backends.cudnn.benchmark in the task or the script",
     "enable_progress_bar": "the progress bar is the callback `progress`: leave it out with "
-    "~callbacks.progress on the command line, or pass callbacks=[...] without it",
+    "~callbacks.progress on the command line; callbacks=False in Python leaves all of them out",
     "enable_model_summary": "the start of a run always prints the task's size, in one line",
     "gradient_clip_algorithm": "clipping is by the global L2 norm: set gradient_clip_norm; clip by "
     "value in the task's before_optimizer_step",
@@ -76,9 +81,16 @@ WITHOUT = {
     "replace_sampler_ddp": "the Trainer cuts every batch over the ranks itself, also those of a "
     "sampler of your own",
     "split_batches": "global_batch_size is over all ranks",
-    "warmup_steps": "schedules belong to the task: return OptimizerSetup(optimizer, scheduler) "
-    "from configure_optimizers",
-    "learning_rate": "the learning rate belongs to the task: see its configure_optimizers",
+    **dict.fromkeys(
+        ("learning_rate", "lr", "betas", "momentum", "weight_decay", "optim", "optimizer"),
+        "the optimizer belongs to the task: see its configure_optimizers. What that reads from the "
+        "task's arguments is set there: task.learning_rate=..., say",
+    ),
+    **dict.fromkeys(
+        ("lr_scheduler", "lr_scheduler_type", "scheduler", "warmup_ratio", "warmup_steps"),
+        "schedules belong to the task: return OptimizerSetup(optimizer, scheduler) from its "
+        "configure_optimizers",
+    ),
     "plugins": "there are none; a strategy of your own is a _target_ under strategy",
     "profiler": "this version has none; callbacks see perf/ values in every log",
     "enable_checkpointing": "set checkpoint.every_n_epochs=null for no checkpoints by epoch",

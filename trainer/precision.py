@@ -24,7 +24,12 @@ class Precision:
     def __init__(self, name: str, device: torch.device) -> None:
         self._device = device
         self._dtype = DTYPES.get(name)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
+        # The step module scales losses up by the world size, to undo DDP's mean. Starting with less
+        # scale by as much makes gradients overflow in the same steps as on one rank.
+        spare = (distributed.world_size() - 1).bit_length()
+        self.scaler = torch.amp.GradScaler(
+            device.type, init_scale=2.0 ** (16 - spare), enabled=name == "fp16"
+        )
 
     def autocast(self) -> AbstractContextManager[None]:
         """Return the context for forward and loss."""

@@ -6,7 +6,7 @@ survives this process. A fresh thread also has no OpenMP pool yet, so ranks that
 their own, whatever the caller has computed before.
 
 The supervisor holds the store through which the ranks find each other, on a port that the system
-chooses, and a private folder for what they leave for the caller: rank 0's result, their failures.
+chooses and to which they report their failures, and a private folder for rank 0's result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -36,10 +36,10 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.multiprocessing import _prctl_pr_set_pdeathsig as _set_death_signal  # type: ignore[attr-defined]
 
 from trainer import distributed
-from trainer.failures import Failure, death_of
+from trainer.failures import Failure, RankError, death_of, unanswered
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing import PContext, ProcessFailure
+    from torch.distributed.elastic.multiprocessing import PContext
 
 LINGER_S = 1.0
 """How long a rank that lost its peers stays, so that the rank which really failed ends first."""
@@ -196,6 +196,8 @@ def _end_on_signal(supervisor: _Supervisor) -> Iterator[None]:
         for number in ends_process
         if signal.getsignal(number) not in (signal.SIG_IGN, None)
     }
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # nobody would learn the exit codes
+        previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield
     finally:
@@ -257,13 +259,11 @@ class _Supervisor(threading.Thread):
                     wait_for_workers=False,
                     master_listen_fd=listener_fd,
                 )
-                while (ended := context.wait(0)) is None:
-                    if self.stopping:
-                        return
-                    time.sleep(_POLL_S)
-                if ended.is_failed():
-                    self.error = _first_failure(ended.failures.values(), store, group)
-                else:
+                deaths = _wait(context, store, lambda: self.stopping)
+                context.close(timeout=_GRACE_S)
+                if deaths:
+                    self.error = _first_failure(deaths, store, group)
+                elif not self.stopping:
                     self.result = torch.load(
                         _result_path(group), map_location="cpu", weights_only=False
                     )
@@ -318,25 +318,50 @@ def _environment(group: Group, number: int) -> dict[str, str]:
     }
 
 
-def _first_failure(ended: Iterable[ProcessFailure], store: Store, group: Group) -> BaseException:
+def _wait(context: PContext, store: Store, stopping: Callable[[], bool]) -> dict[int, int]:
+    """Wait until all ranks are done or one has failed.
+
+    Returns:
+        The exit codes of those that failed. Elastic would see them too, but then it lets the other
+        ranks half a minute, and takes code 0 for success, whenever it comes.
+    """
+    while not stopping():
+        codes = {number: _exit_code(pid) for number, pid in context.pids().items()}
+        ended = {number: code for number, code in codes.items() if code is not None}
+        if any(ended.values()) or (ended and not store.check(["all done"])):
+            return ended
+        finished = context.wait(0)
+        if finished is not None:
+            return {n: failure.exitcode for n, failure in finished.failures.items()}
+        time.sleep(_POLL_S)
+    return {}
+
+
+def _exit_code(pid: int) -> int | None:
+    """Return a child's exit code (negative: the signal), or None while it runs; leave it as it is."""
+    try:
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return 0  # elastic has seen it end, and would have told another code
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+def _first_failure(deaths: dict[int, int], store: Store, group: Group) -> BaseException:
     """Return the error of the rank that failed first, not of one that lost its peer through it."""
-    reported: list[Failure] = []
-    for path in (_failure_path(group, n) for n in range(1, store.add("failures", 0) + 1)):
-        if path.exists():  # else its rank was killed before it could write
-            reported.append(pickle.loads(path.read_bytes()))
+    keys = [f"failure/{n}" for n in range(1, store.add("failures", 0) + 1)]
+    # A rank that was killed on the way to its report has none.
+    reported: list[Failure] = [pickle.loads(store.get(key)) for key in keys if store.check([key])]
     for failure in reported:
         if not failure.secondary:
             return failure.error()
-    ranks_heard = {failure.rank for failure in reported}
-    for order, process in enumerate(ended):
-        ended_by_us = order > 0 and process.exitcode == -signal.SIGTERM
-        if process.local_rank not in ranks_heard and not ended_by_us:
-            return death_of(process.local_rank, process.exitcode)
-    return reported[0].error()
-
-
-def _failure_path(group: Group, order: int) -> Path:
-    return Path(group.folder, f"failure-{order}")
+    heard = {failure.rank for failure in reported}
+    for number, code in deaths.items():
+        if number not in heard:
+            return death_of(number, code)
+    silent = [str(number) for number in range(group.world_size) if number not in heard]
+    return unanswered(silent, group.timeout_s, reported[0]) if silent else reported[0].error()
 
 
 def _result_path(group: Group) -> Path:
@@ -402,11 +427,17 @@ def _run_rank(number: int, group: Group, load: Callable[[], Work]) -> None:
         distributed.setup(group_store, number, group.world_size, group.kind, group.timeout_s)
         result = work.job(*work.args)
         if number == 0:
-            _write_result(result, group)
+            try:
+                _write_result(result, group)
+            except OSError as error:
+                raise RankError(
+                    f"the result of rank 0 cannot be written to {group.folder}: {error}; make room "
+                    "there, or set TMPDIR to a folder that has more"
+                ) from error
         _wait_for_all(store, group.world_size)
         distributed.teardown()
     except BaseException as error:
-        _fail(error, number, work, store, group)
+        _fail(error, number, work, store)
 
 
 def _settle(group: Group) -> None:
@@ -443,16 +474,15 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _fail(
-    error: BaseException, number: int, work: Work | None, store: Store, group: Group
-) -> NoReturn:
+def _fail(error: BaseException, number: int, work: Work | None, store: Store) -> NoReturn:
     """Report ``error`` and end this process at once: nothing in it may wait for another rank."""
     try:
         place = work.where() if work else "starting"
     except Exception as second:
         place = f"an unknown place (where() raised {second!r})"
     failure = Failure.of(error, number, place)
-    _failure_path(group, store.add("failures", 1)).write_bytes(pickle.dumps(failure))
+    # Not in a file: a full disk may be what it is about.
+    store.set(f"failure/{store.add('failures', 1)}", pickle.dumps(failure))  # type: ignore[arg-type]
     _flush()
     if failure.secondary:
         time.sleep(LINGER_S)

@@ -110,10 +110,10 @@ class FitResult:
     step: int
     epoch: int
     samples: int
-    metrics: dict[str, float]
+    metrics: dict[str, float] = field(repr=False)  # a repr is one line
     run_dir: Path
-    last_checkpoint: Path | None
-    best_checkpoint: Path | None
+    last_checkpoint: Path | None = field(repr=False)
+    best_checkpoint: Path | None = field(repr=False)
     stop_reason: str
 
     @classmethod

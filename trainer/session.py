@@ -13,7 +13,7 @@ from trainer.checkpoint.manifest import find
 from trainer.checkpoint.weights import load_weights
 from trainer.config import DEFAULT_GLOBAL_BATCH_SIZE, TrainerConfig
 from trainer.data.batches import evaluation_batches, train_batches
-from trainer.data.loading import Batches, LoaderOptions, Source, open_source
+from trainer.data.loading import Batches, LoaderOptions, Source, length, open_source
 from trainer.data.module import DataModule, evaluation_sets, prepare
 from trainer.data.plan import GlobalBatchPlan, ceil_div
 from trainer.evaluation import EvaluationSet, evaluate, predict
@@ -66,7 +66,7 @@ class Session:
             ValueError: If the data, the sizes or ``strategy`` do not allow it.
         """
         config = self.config
-        source = open_source(self._data.train_dataset(), self._data.collate_fn, "train")
+        source = self._open(self._data.train_dataset(), "train")
         plan = GlobalBatchPlan(self._global_batch_size(source), config.micro_batch_size)
         world_size = distributed.world_size()
         size = self._train_batch_size = plan.global_batch_size
@@ -183,9 +183,19 @@ class Session:
         if extra:  # a module's get_extra_state
             self.task.load_state_dict(distributed.broadcast_object(extra), strict=False)
 
+    def _open(self, found: Any, name: str) -> Source:
+        source = open_source(found, self._data.collate_fn, name)
+        lengths = distributed.all_gather_object(length(source.dataset))
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"the {name} data has {', '.join(map(str, lengths))} samples on the ranks; it must "
+                "be the same on every rank: the Trainer divides it"
+            )
+        return source
+
     def _evaluation_batches(self, found: Any, name: str, limit: int | None) -> Batches:
         config = self.config
-        source = open_source(found, self._data.collate_fn, name)
+        source = self._open(found, name)
         own = None if source.loader is None else source.batch_size
         in_training = self._train_batch_size or config.global_batch_size
         size = own or in_training or DEFAULT_GLOBAL_BATCH_SIZE

@@ -177,9 +177,10 @@ class Training:
                     continue
 
                 self.gradients.check()
-                if self.gradients.correct(scaler, self.optimizer):
+                has_weight = self.gradients.correct(scaler, self.optimizer)
+                if has_weight:  # else there is nothing to step on
                     task.before_optimizer_step()
-                    self.gradients.clip(config.gradient_clip_norm)
+                    self.gradients.clip(config.gradient_clip_norm, self.optimizer)
                     scaler.step(self.optimizer)  # optimizer.step(), unless fp16 has overflowed
                     task.after_optimizer_step()
                     scaler.update()
@@ -249,10 +250,16 @@ class Training:
         """Reduce what was logged since the last time and hand it to callbacks and loggers."""
         if self.state.logged_step == self.state.step:
             return
+        is_first = self.state.logged_step == 0
         self.state.logged_step = self.state.step
         means = metrics.merged(self.logbook.reduce(), metrics.compute(self.train_metrics))
         values = {f"train/{name}": value for name, value in means.items()}
         self.view.learning_rates = self.schedule.named_rates()
+        if is_first and "loss" not in means and distributed.rank() == 0:
+            print(
+                f"note: nothing was trained in the first {self.state.step} steps: loss returned "
+                "None (a forgotten return?) or weight 0 for every micro-batch"
+            )
         self.view.record(values)
         with self.observed():
             for callback in self.callbacks:

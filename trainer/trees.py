@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,7 +21,9 @@ def to_device(tree: Any, device: torch.device) -> Any:
     """Move everything that has a ``to`` to ``device``, asynchronously from page-locked memory."""
     if isinstance(tree, torch.Tensor):  # the usual case, and the loop's
         return tree.to(device, non_blocking=device.type != "cpu")
-    if hasattr(tree, "to"):  # also a tuple: not every part of a PackedSequence is to be moved
+    if callable(
+        getattr(tree, "to", None)
+    ):  # also a tuple: not every part of a PackedSequence is to be moved
         return tree.to(device)
     return _map_parts(lambda part: to_device(part, device), tree)
 
@@ -60,8 +63,13 @@ def rows(tree: Any, size: int, start: int, stop: int) -> Any:
 
 def _map_parts(function: Callable[[Any], Any], tree: Any) -> Any:
     """Return a dict, list or tuple with ``function`` applied to its parts; else ``tree`` itself."""
-    if isinstance(tree, dict):
+    if type(tree) is dict:
         return {key: function(value) for key, value in tree.items()}
+    if isinstance(tree, dict):  # a subclass stays what it is, with its attributes
+        changed = copy.copy(tree)
+        for key, value in tree.items():
+            changed[key] = function(value)
+        return changed
     if isinstance(tree, list | tuple):
         parts = [function(part) for part in tree]
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)

@@ -15,6 +15,7 @@ import pytest
 from trainer.callbacks import ProgressBar
 from trainer.config import TrainerConfig
 from trainer.run import Run
+from trainer.task import RunFacts
 
 Output = pytest.CaptureFixture[str]
 
@@ -78,6 +79,50 @@ def test_speed_and_time_left(
     run.total_steps = run.steps_per_epoch = None  # only the data's end tells
     assert bar._line() == "epoch 3  step 80  2,000 samples/s"
     assert "step 60  val/loss 0.1235  val/accuracy 0.99\n" in capsys.readouterr().out
+    run.task.run = RunFacts(split="val")
+    assert bar._line().endswith("  validating")
+
+
+def test_no_time_is_left_after_the_last_step(make_run: Callable[..., Run]) -> None:
+    run, bar = make_run(), ProgressBar()
+    bar.on_fit_start(run)
+    bar.close()
+    run._state.step = 100
+    assert bar._line() == "epoch 2/2  step 100/100"
+    run.task.run = RunFacts(split="test")
+    assert bar._line() == "epoch 2/2  step 100/100  testing"
+
+
+def test_a_step_is_not_shown_again_after_its_validation(
+    make_run: Callable[..., Run], capsys: Output
+) -> None:
+    run, bar = make_run(), ProgressBar(line_every_s=0.02)
+    bar.on_fit_start(run)
+    run._state.step = 100
+    bar.on_validation_end(run, {"val/loss": 0.5})
+    time.sleep(0.2)
+    bar.close()
+    assert capsys.readouterr().out.splitlines()[-1] == "epoch 2/2  step 100  val/loss 0.5"
+
+
+@pytest.mark.parametrize("width", [75, 90, 120])
+def test_the_bar_gives_way_before_the_text(
+    make_run: Callable[..., Run], width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rich.console import Console
+
+    run, bar = make_run(), ProgressBar()
+    bar.on_fit_start(run)
+    bar.close()
+    text = "epoch 1/10  step 1234/12345  loss 0.1234  12,345 samples/s  1:02:03 left"
+    monkeypatch.setattr(bar, "_line", lambda: text)
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(bar._draw())
+    drawn, empty = capture.get().splitlines()
+    assert drawn.rstrip().endswith(f" {text}")
+    assert empty == ""
+    assert len(drawn) - len(text) - 1 == min(24, width - len(text) - 1)
 
 
 def test_what_it_says_at_the_end(make_run: Callable[..., Run], capsys: Output) -> None:
@@ -131,6 +176,9 @@ def test_an_end_with_nothing_to_show(make_run: Callable[..., Run], capsys: Outpu
     bar.on_fit_end(run)
     bar.close()  # the loop always closes
     assert capsys.readouterr().out == "done  0 steps, 0 epochs, 0:00:00\n"
+    run._state.step = run._state.epoch = 1
+    bar.on_fit_end(run)
+    assert capsys.readouterr().out == "done  1 step, 1 epoch, 0:00:00\n"
     ProgressBar().close()
 
 

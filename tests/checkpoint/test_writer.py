@@ -1,7 +1,8 @@
+"""How checkpoints are written, which ones stay, and what survives a kill."""
+
 import hashlib
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -13,43 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from checkpoints import snapshot, step_at, steps, write
+from safetensors.torch import load_file
 from torch import nn
 
 from trainer.checkpoint import manifest
 from trainer.checkpoint import writer as writer_module
-from trainer.checkpoint.manifest import find, newest_valid, verify
-from trainer.checkpoint.weights import load_task, load_weights
-from trainer.checkpoint.writer import CheckpointWriter, Snapshot, read_state
+from trainer.checkpoint.manifest import newest_valid, verify
+from trainer.checkpoint.weights import load_weights
+from trainer.checkpoint.writer import CheckpointWriter, read_state
 from trainer.config import CheckpointConfig
-
-
-def snapshot(step: int, metric: float | None = None, **fields: Any) -> Snapshot:
-    values: dict[str, Any] = {
-        "weights": nn.Linear(3, 2).state_dict(),
-        "state": {"optimizer": {"state": {0: {"exp_avg": torch.full((3,), float(step))}}}},
-        "config": {"trainer": {"max_epochs": 2}},
-        "world_size": 2,
-    }
-    return Snapshot(step=step, metric=metric, **{**values, **fields})
-
-
-def write(folder: Path, *snapshots: Snapshot, **options: Any) -> CheckpointWriter:
-    writer = CheckpointWriter(folder, CheckpointConfig(**options))
-    for each in snapshots:
-        writer.save(each)
-    writer.close()
-    return writer
-
-
-def steps(folder: Path) -> list[int]:
-    return sorted(int(p.name.removeprefix("step-")) for p in folder.glob("step-*"))
-
-
-def step_at(folder: Path, link: str) -> int:
-    assert not os.path.isabs(os.readlink(folder / link))  # the run can be moved
-    return int((folder / link).resolve().name.removeprefix("step-"))
-
 
 # --- what is in a checkpoint --------------------------------------------------------------------
 
@@ -115,73 +89,6 @@ def test_one_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = write(tmp_path, *(snapshot(i) for i in range(1, 6)), keep=None)
     assert most == [1] * 5
     assert [p.name[-1] for p in writer.finished()] == list("12345")
-
-
-class Odd(nn.Module):
-    """Every kind of tensor that safetensors or a plain copy would trip over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(5, 4)
-        self.head = nn.Linear(4, 5, bias=False)
-        self.head.weight = self.embedding.weight
-        self.conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
-        self.transposed = nn.Parameter(torch.randn(3, 2).t())
-        self.bf16 = nn.Parameter(torch.randn(2).bfloat16())
-        self.register_buffer("count", torch.tensor(7))
-        self.register_buffer("nothing", torch.zeros(0))
-        self.register_buffer("nothing_either", torch.zeros(0))
-        self.register_buffer("part", torch.arange(1000.0)[3:5])
-        self.register_buffer("overlapping_part", self.part[:1])
-        self.note: dict[str, Any] = {}
-
-    def get_extra_state(self) -> Any:
-        return self.note
-
-    def set_extra_state(self, state: Any) -> None:
-        self.note = state
-
-
-def test_odd_weights_round_trip(tmp_path: Path) -> None:
-    source, target = Odd(), Odd()
-    source.note = {"scale": 0.5, "amax": torch.ones(2)}
-    write(tmp_path, snapshot(1, weights=source.state_dict()))
-    path = tmp_path / "step-00000001"
-    stored = load_file(path / "model.safetensors")
-    assert "embedding.weight" in stored
-    assert "head.weight" not in stored
-    assert (path / "model.safetensors").stat().st_size < 8000  # no view drags its storage along
-    assert not any(load_weights(target, path))
-    for name, value in source.state_dict().items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(value, target.state_dict()[name]), name
-            assert value.dtype == target.state_dict()[name].dtype
-    assert target.note["scale"] == 0.5
-    assert target.note["amax"].tolist() == [1.0, 1.0]
-    assert target.head.weight is target.embedding.weight
-    assert target.conv.weight.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_overlapping_weights_are_stored_as_their_values(tmp_path: Path) -> None:
-    weights = {"expanded": torch.ones(1).expand(4), "sum": torch.ones(2, 1).expand(2, 3)}
-    write(tmp_path, snapshot(1, weights=weights))
-    stored = load_file(tmp_path / "step-00000001" / "model.safetensors")
-    assert all(torch.equal(stored[name], weights[name]) for name in weights)
-
-
-def test_tied_weights_load_into_an_untied_module_and_back(tmp_path: Path) -> None:
-    write(tmp_path, snapshot(1, weights=Odd().state_dict()))
-    untied = Odd()
-    untied.head.weight = nn.Parameter(torch.zeros(5, 4))
-    load_weights(untied, tmp_path / "step-00000001")
-    assert torch.equal(untied.head.weight, untied.embedding.weight)
-
-    # Another tool's file, which keeps the other of the two names.
-    tied = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
-    tied["b"].weight = tied["a"].weight
-    save_file({"b.weight": torch.full((2, 2), 3.0)}, tmp_path / "other.safetensors")
-    assert not any(load_weights(tied, tmp_path / "other.safetensors"))
-    assert tied["a"].weight.tolist() == [[3.0, 3.0], [3.0, 3.0]]
 
 
 def optimizers(module: nn.Module) -> list[tuple[torch.optim.Optimizer, Any]]:
@@ -401,71 +308,6 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     assert seen == {1, 2}
 
 
-def damage(file: Path, how: str, rng: random.Random) -> None:
-    content = bytearray(file.read_bytes())
-    if how == "flip":
-        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-    elif how == "cut":
-        del content[rng.randrange(len(content)) :]
-    elif how == "zero":
-        start = rng.randrange(len(content))
-        page = content[start : start + 64]
-        if not any(page):
-            page[:] = b"x" * len(page)
-            content[start : start + 64] = page
-        else:
-            content[start : start + 64] = bytes(len(page))
-    file.write_bytes(content)
-
-
-def test_every_damage_is_detected(tmp_path: Path) -> None:
-    write(tmp_path, snapshot(1, 0.5))
-    path = tmp_path / "step-00000001"
-    originals = {p: p.read_bytes() for p in path.iterdir()}
-    rng = random.Random(0)
-    for file, original in originals.items():
-        for how in ("flip", "cut", "zero"):
-            for _ in range(25):
-                damage(file, how, rng)
-                with pytest.raises(ValueError, match=r"damaged|no checkpoint|missing"):
-                    verify(path)
-                file.write_bytes(original)
-        file.unlink()
-        with pytest.raises(ValueError, match=r"missing|no checkpoint"):
-            verify(path)
-        file.write_bytes(original)
-    # Bits all over the manifest, which nothing else vouches for.
-    file = path / "manifest.json"
-    for index in range(0, len(originals[file]) * 8, 11):
-        content = bytearray(originals[file])
-        content[index // 8] ^= 1 << index % 8
-        file.write_bytes(content)
-        with pytest.raises(ValueError, match=r"damaged|version"):
-            verify(path)
-    file.write_bytes(originals[file])
-    verify(path)
-
-
-def test_newest_valid_falls_back_and_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert newest_valid(tmp_path) is None
-    folder = tmp_path / "checkpoints"
-    write(folder, snapshot(9), snapshot(10), snapshot(100))
-    assert newest_valid(tmp_path) == folder / "step-00000100"
-    assert capsys.readouterr().err == ""
-    damage(folder / "step-00000100" / "state.pt", "flip", random.Random(0))
-    (folder / "step-00000010" / "manifest.json").unlink()
-    assert newest_valid(tmp_path) == folder / "step-00000009"
-    first, second = capsys.readouterr().err.splitlines()
-    assert "NOT using" in first
-    assert "step-00000100/state.pt is damaged" in first
-    assert "step-00000010" in second
-    assert "manifest.json" in second
-    with pytest.raises(ValueError, match=r"state\.pt is damaged"):
-        read_state(folder / "step-00000100")
-
-
 def test_hostile_pickle_is_refused(tmp_path: Path) -> None:
     class Hostile:
         def __reduce__(self) -> Any:
@@ -482,17 +324,6 @@ def test_hostile_pickle_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read as tensors and plain values"):
         read_state(path)
     assert not (tmp_path / "owned").exists()
-
-
-def test_another_format_version(tmp_path: Path) -> None:
-    write(tmp_path, snapshot(1))
-    file = tmp_path / "step-00000001" / "manifest.json"
-    facts = json.loads(file.read_text())
-    del facts["sha256"]
-    facts["format_version"] = 99
-    file.write_text(writer_module.manifest_text(facts))
-    with pytest.raises(ValueError, match="format version 99, this trainer reads 1"):
-        verify(file.parent)
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -538,73 +369,3 @@ def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file, not a folder")
     with pytest.raises(ValueError, match="set run_dir to a folder that can be written"):
         CheckpointWriter(tmp_path / "run" / "checkpoints", CheckpointConfig())
-
-
-# --- find and load ------------------------------------------------------------------------------
-
-
-def test_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "checkpoints"
-    with pytest.raises(ValueError, match="holds none"):
-        find(tmp_path, "last")
-    write(folder, snapshot(1, 0.1), snapshot(2, 0.5))
-    first, second = folder / "step-00000001", folder / "step-00000002"
-    assert find(tmp_path, "best") == first
-    assert find(tmp_path, "last") == second
-    assert find(tmp_path, "step-00000001") == first
-    assert find(tmp_path, "checkpoints/best") == first
-    assert find(tmp_path / "elsewhere", first) == first
-    assert find(tmp_path, second / "model.safetensors") == second / "model.safetensors"
-    monkeypatch.chdir(folder)
-    assert find(tmp_path / "elsewhere", "step-00000002") == second
-    with pytest.raises(ValueError, match=r"step-3 is no checkpoint.*step-00000001, step-00000002"):
-        find(tmp_path, "step-3")
-    with pytest.raises(ValueError, match=r"no checkpoint 'best' in .*elsewhere"):
-        find(tmp_path / "elsewhere", "best")
-
-
-def test_load_weights_names_what_differs(tmp_path: Path) -> None:
-    source = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    target = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5, bias=False), nn.Linear(1, 1))
-    write(tmp_path, snapshot(1, weights=source.state_dict()))
-    path = tmp_path / "step-00000001"
-    with pytest.raises(ValueError, match="do not fit Sequential") as caught:
-        load_weights(target, path)
-    text = str(caught.value)
-    assert "missing in the file: 2.bias, 2.weight" in text
-    assert "unknown to the module: 1.bias" in text
-    assert "1.weight (2, 4) instead of (5, 4)" in text
-    differences = load_weights(target, path, strict=False)
-    assert differences == (["2.bias", "2.weight"], ["1.bias"], ["1.weight"])
-    assert torch.equal(target[0].weight, source[0].weight)
-    with pytest.raises(ValueError, match="has no weight that fits Conv2d"):
-        load_weights(nn.Conv2d(1, 1, 1), path, strict=False)
-
-
-def test_load_weights_from_files(tmp_path: Path) -> None:
-    save_file({"weight": torch.ones(1, 1), "bias": torch.ones(1)}, tmp_path / "any.safetensors")
-    module = nn.Linear(1, 1)
-    load_weights(module, str(tmp_path / "any.safetensors"))
-    assert module(torch.ones(1, 1)).item() == 2.0
-    (tmp_path / "any.safetensors").write_bytes(b"nonsense")
-    with pytest.raises(ValueError, match="damaged, or no safetensors file"):
-        load_weights(module, tmp_path / "any.safetensors")
-    with pytest.raises(ValueError, match="there is no file"):
-        load_weights(module, tmp_path / "none.safetensors")
-    with pytest.raises(ValueError, match="there is no such folder"):
-        load_weights(module, tmp_path / "none")
-    with pytest.raises(ValueError, match=r"it has no manifest\.json"):
-        load_weights(module, tmp_path)
-
-
-def test_load_task(tmp_path: Path) -> None:
-    source = nn.Linear(3, 2)
-    config = {"task": {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 2}}
-    write(tmp_path, snapshot(1, weights=source.state_dict(), config=config))
-    task: Any = load_task(tmp_path / "step-00000001")
-    assert torch.equal(task.weight, source.weight)
-    with pytest.raises(ValueError, match=r"weight \(2, 3\) instead of \(2, 5\)"):
-        load_task(tmp_path / "step-00000001", in_features=5)
-    write(tmp_path, snapshot(2))
-    with pytest.raises(ValueError, match=r"has no task\._target_"):
-        load_task(tmp_path / "step-00000002")

@@ -4,9 +4,12 @@ A rank is played by this process wherever no collective is needed.
 """
 
 import itertools
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from support import Regression, fit, samples
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, get_worker_info
 
 from trainer import distributed
@@ -342,3 +345,12 @@ def test_evaluation_limits_count_global_batches(play):
     assert contents(evaluation(loader, size=3, limit=2)) == [[0, 1, 2], [3, 4, 5]]
     play(1, 2)
     assert contents(evaluation(Items(10), limit=1)) == [[2, 3]]
+
+
+def test_an_error_in_collating_names_the_samples_and_ends_nothing_silently(tmp_path: Path) -> None:
+    def stopping(batch: list[Any]) -> Any:
+        return next(iter(()))
+
+    loader = DataLoader(samples(4), batch_size=2, collate_fn=stopping)
+    with pytest.raises(ValueError, match=r"collating the samples \[0, 1\] raised StopIteration"):
+        fit(Regression(), tmp_path, train=loader, max_epochs=1)

@@ -1,5 +1,6 @@
 """Run as a program: launches the ranks of the scenario named on its command line, with no guard."""
 
+import atexit
 import os
 import signal
 import sys
@@ -27,6 +28,7 @@ class Outcome:
 
     def __init__(self, rank, world_size, weights):
         self.rank, self.world_size, self.weights = rank, world_size, weights
+        self.wait_policy = os.environ.get("OMP_WAIT_POLICY")
 
 
 class Points(Dataset):
@@ -74,14 +76,13 @@ class Slow(Dataset):
         return index
 
 
-def facts(size, expected_wait_policy=None):
+def facts(size):
     weights = torch.full((size,), float(distributed.rank() + 1))
     distributed.all_reduce_sum(weights)
     assert in_child()
     assert distributed.broadcast_object({"from": distributed.rank()}, src=1) == {"from": 1}
     ranks = [distributed.local_rank(), distributed.local_world_size()]
     assert distributed.all_gather_object(ranks) == [[0, 2], [1, 2]]
-    assert os.environ.get("OMP_WAIT_POLICY") == expected_wait_policy
     return Outcome(distributed.rank(), distributed.world_size(), weights)
 
 
@@ -92,13 +93,13 @@ def process_state():
 def values():
     del os.environ["OMP_WAIT_POLICY"], os.environ["TRAINER_START_METHOD"]
     for wait_policy in (None, "passive"):
-        first = run(facts, 2_000_000, wait_policy)
+        first = run(facts, 2_000_000)
         assert type(first) is Outcome
-        assert (first.rank, first.world_size) == (0, 2)
+        assert (first.rank, first.world_size, first.wait_policy) == (0, 2, wait_policy)
         assert first.weights.shape == (2_000_000,)
         assert first.weights.eq(3).all()
         before = process_state()
-        assert run(facts, 3, wait_policy).weights.tolist() == [3.0, 3.0, 3.0]
+        assert run(facts, 3).weights.tolist() == [3.0, 3.0, 3.0]
         assert process_state() == before
         torch.cuda.is_initialized = lambda: True  # so no fork after the first time
     assert not in_child()
@@ -109,7 +110,8 @@ def values():
 
 def train():
     """Fit and predict with classes that only the main module knows."""
-    task, options = Line(), {"callbacks": [], "logger": [], "accelerator": "cpu", "run_dir": "run"}
+    options = {"callbacks": False, "logger": False, "accelerator": "cpu", "run_dir": "run"}
+    task = Line()
     trainer = Trainer(devices=2, global_batch_size=4, max_epochs=3, **options)
     result = trainer.fit(task, train=Points(), val=Points())
     assert (result.step, result.epoch, result.samples) == (9, 3, 30)
@@ -134,8 +136,15 @@ def fail_on_rank_1(how):
             sys.exit(7)
         if how == "die":
             os._exit(9)
+        if how == "leave":
+            os._exit(0)
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+    elif how == "own":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(60)
     for _ in range(1000):  # waits for rank 1, which never comes
         distributed.all_reduce_sum(torch.ones(1))
 
@@ -147,7 +156,9 @@ def uncaught():
 EXPECTED = {
     "own": (OwnError, r"^rank one is unwell$"),
     "unpicklable": (RankError, r"^rank 1: OwnError: cannot travel$"),
-    "exit": (SystemExit, r"^7$"),
+    "exit": (RankError, r"^rank 1: SystemExit: 7$"),
+    "leave": (RankError, r"^rank 1 ended with exit code 0 before its work was done$"),
+    "stop": (RankError, r"^rank 1 did not answer within timeout_s=3 s"),
     "die": (RankError, r"^rank 1 ended with exit code 9 before its work was done$"),
     "kill": (RankError, r"^rank 1 was killed by SIGKILL; if nobody did that by"),
 }
@@ -157,7 +168,7 @@ def caught(*ways):
     for how in ways:
         kind, message = EXPECTED[how]
         with pytest.raises(kind, match=message) as error:
-            run(fail_on_rank_1, how)
+            run(fail_on_rank_1, how, timeout_s=3 if how == "stop" else 300)
         print(f"CAUGHT AT {time.monotonic()}", flush=True)
         if how == "own":
             assert "rank 1, step 12:\nTraceback" in str(error.value.__cause__)
@@ -192,6 +203,7 @@ def train_step(count):
 
 
 def busy_parent():
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # as some daemons leave it
     torch.set_num_threads(2)
     parallel_step(2)
     assert run(train_step, 2, num_threads=2) == 2
@@ -263,10 +275,18 @@ def once_per_machine():
 def under_launcher():
     rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
 
+    def gloo_threads():
+        names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+        return [name for name in names if "gloo" in name]
+
     def job():
         assert not in_child()
+        layer = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+        layer(torch.ones(1)).backward()
+        assert gloo_threads()
         return distributed.all_gather_object(distributed.rank())
 
+    atexit.register(lambda: print(f"RANK {rank} LEAVES {gloo_threads()}", flush=True))
     for _ in range(2):
         result = run(job, devices=5, num_nodes=3)
         assert result == (None if rank else [0, 1]), result

@@ -146,7 +146,7 @@ def without(found: dict[str, float], *prefixes: str) -> dict[str, float]:
 
 
 def trainer(**options: Any) -> Trainer:
-    return Trainer(**{"accelerator": "cpu", "callbacks": [], "logger": [], **options})
+    return Trainer(**{"accelerator": "cpu", "callbacks": False, "logger": False, **options})
 
 
 def validate_all_sizes() -> list[Any]:

@@ -121,7 +121,10 @@ def test_failing_rank_ends_the_run_and_is_shown_once(tmp_path):
 
 @pytest.mark.parametrize(
     ("method", "ways"),
-    [("fork", ["own", "unpicklable", "exit", "die", "kill"]), ("fresh", ["own", "kill"])],
+    [
+        ("fork", ["own", "unpicklable", "exit", "leave", "die", "kill", "stop"]),
+        ("fresh", ["leave", "kill"]),
+    ],
 )
 def test_callers_get_the_ranks_own_exceptions(tmp_path, method, ways):
     code, stdout, stderr = scenario("caught", tmp_path, *ways, method=method).end(within=90)
@@ -236,9 +239,8 @@ def test_notebook(tmp_path):
                 return torch.optim.SGD(self.parameters(), lr=1.0)
 
         points = torch.linspace(0, 1, 10)
-        trainer = Trainer(
-            devices=2, accelerator="cpu", global_batch_size=4, max_epochs=3, run_dir="run", logger=[]
-        )
+        options = {"accelerator": "cpu", "logger": False, "run_dir": "run"}
+        trainer = Trainer(devices=2, global_batch_size=4, max_epochs=3, **options)
         """
     ]
     for method in ("fork", "fresh"):
@@ -326,3 +328,4 @@ def test_sruns_tasks_find_each_other(tmp_path):
         code, stdout, stderr = task.end(within=60)
         assert (code, stderr) == (0, "")
         assert f"RANK {number} IS RIGHT" in stdout
+        assert f"RANK {number} LEAVES []" in stdout  # its threads could abort it

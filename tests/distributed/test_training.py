@@ -437,7 +437,7 @@ class DrawingData(DataModule):
 def fit_drawing(run_dir: Path) -> Any:
     random.seed(distributed.rank() + 100)
     data = DrawingData()
-    options: dict[str, Any] = {"max_steps": 1, "callbacks": [], "logger": []}
+    options: dict[str, Any] = {"max_steps": 1, "callbacks": False, "logger": False}
     Trainer(accelerator="cpu", run_dir=str(run_dir), **options).fit(Regression(), data)
     return data.drawn
 

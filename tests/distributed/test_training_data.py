@@ -6,14 +6,25 @@ import itertools
 import random
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
-from support import Regression, assert_same, fit, fit_on, on_ranks, samples, train_by_hand
+from support import (
+    Regression,
+    assert_same,
+    fit,
+    fit_on,
+    on_ranks,
+    samples,
+    train_by_hand,
+    weights,
+)
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset
 
-from trainer import DataModule, Trainer, batches, distributed
+from trainer import DataModule, Trainer, distributed
+from trainer.data import batches
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -166,7 +177,7 @@ class Ordered(DataModule):
 
 def train_in_own_order(folder: Path) -> Any:
     task, data = Recorder(), Ordered(Loaded(7))
-    quiet: Any = {"callbacks": [], "logger": [], "accelerator": "cpu", "run_dir": str(folder)}
+    quiet: Any = {"callbacks": False, "logger": False, "accelerator": "cpu", "run_dir": str(folder)}
     Trainer(global_batch_size=4, max_epochs=2, **quiet).fit(task, data)
     return task.seen, data.asked
 
@@ -295,7 +306,7 @@ class Prepared(DataModule):
 
 
 def test_data_is_prepared_once_before_it_is_read(tmp_path: Path) -> None:
-    options: Any = {"callbacks": [], "logger": [], "accelerator": "cpu", "max_steps": 1}
+    options: Any = {"callbacks": False, "logger": False, "accelerator": "cpu", "max_steps": 1}
     trainer = Trainer(devices=2, timeout_s=2, run_dir=str(tmp_path / "run"), **options)
     trainer.fit(Regression(), Prepared(tmp_path, fails=False))
     log = (tmp_path / "log").read_text().splitlines()
@@ -342,3 +353,29 @@ def test_mistakes_are_told_on_every_rank(tmp_path: Path) -> None:
     assert "the training set is empty: its length is 0" in empty
     assert "the training DataLoader yields no batch: 5 samples" in sampler
     assert "an epoch has no global batch: the training set has 5 samples" in dropped
+
+
+class DifferentOnEachRank(DataModule):
+    def train_dataset(self) -> Any:
+        return samples(8 + distributed.rank())
+
+
+def test_data_that_differs_between_ranks_is_an_error(tmp_path: Path) -> None:
+    trainer = Trainer(devices=2, accelerator="cpu", max_steps=1, run_dir=str(tmp_path))
+    with pytest.raises(ValueError, match="the train data has 8, 9 samples on the ranks"):
+        trainer.fit(Regression(), DifferentOnEachRank())
+
+
+def shuffled(_: Any) -> Any:
+    """Two epochs of a user's loader that shuffles by the global generator."""
+    loader = DataLoader(samples(12), batch_size=6, shuffle=True)
+    task = Regression()
+    with TemporaryDirectory() as folder:
+        fit(task, Path(folder), train=loader, max_epochs=3, micro_batch_size=2)
+    return weights(task)
+
+
+def test_an_unseeded_loader_has_the_same_order_at_any_world_size() -> None:
+    alone = shuffled(None)
+    for found in on_ranks(2, shuffled, None):
+        assert_same(found, alone)

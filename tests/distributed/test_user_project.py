@@ -208,6 +208,6 @@ def test_ctrl_c_ends_it_with_130(project: Project, tmp_path: Path) -> None:
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does: every process gets it
             _, stderr = process.communicate(timeout=60)
             assert time.monotonic() - start < 5
-            assert (process.returncode, stderr) == (130, "")
+            assert (process.returncode, stderr) == (130, "interrupted\n")
         finally:
             process.kill()

@@ -77,10 +77,13 @@ def test_resume_where_there_is_no_file(make_run: Callable[..., Run], tmp_path: P
     assert [line["step"] for line in lines(tmp_path)] == [4, 5]
 
 
-def test_a_new_run_starts_a_new_file(make_run: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_new_run_starts_a_new_file_and_sets_the_old_one_aside(
+    make_run: Callable[..., Run], tmp_path: Path
+) -> None:
     log_steps(make_run(), 1, 5).close()
     log_steps(make_run(), 1, 2).close()
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+    assert [line["step"] for line in lines(tmp_path / "aside")] == [1, 2, 3, 4, 5]
 
 
 def test_close_without_open() -> None:

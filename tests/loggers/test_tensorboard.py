@@ -34,10 +34,11 @@ def test_resume_goes_on_without_what_lay_beyond(
     assert read(tmp_path) == [(1, 0.5), (2, 0.5), (3, 0.5), (4, 0.25), (5, 0.25), (6, 0.25)]
 
 
-def test_a_new_run_hides_an_older_one(make_run: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_new_run_sets_an_older_one_aside(make_run: Callable[..., Run], tmp_path: Path) -> None:
     log_steps(make_run(), 1, 5, 0.5)
     log_steps(make_run(), 1, 2, 0.25)
     assert read(tmp_path) == [(1, 0.25), (2, 0.25)]
+    assert read(tmp_path / "aside") == [(step, 0.5) for step in range(1, 6)]
 
 
 def test_writer_for_more_than_scalars(make_run: Callable[..., Run], tmp_path: Path) -> None:

@@ -44,8 +44,10 @@ class EarlyStopping(Callback):
         self._validations = 0
 
     def on_fit_start(self, run: Run) -> None:
-        """Begin to count the validations of this fit."""
+        """Begin to count the validations of this fit; a new one knows nothing of the one before."""
         self._validations = 0
+        if run.step == 0:
+            self._best, self._without_improvement = None, 0
 
     def on_validation_end(self, run: Run, metrics: Mapping[str, float]) -> None:
         """Compare with the best value so far, and ask for a stop when patience runs out."""

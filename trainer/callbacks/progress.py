@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 SPEED_WINDOW_S = 10.0
+EVALUATING = {"val": "validating", "test": "testing"}
 
 
 class ProgressBar(Callback):
@@ -45,7 +46,7 @@ class ProgressBar(Callback):
     def on_fit_start(self, run: Run) -> None:
         """Print the size of things, and begin to show progress."""
         print(_header(run), flush=True)
-        self._run = run
+        self._run, self._shown = run, run.step
         self._start_time, self._start_step = time.monotonic(), run.step
         on_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         interval = self.refresh_s if on_terminal else self.line_every_s
@@ -61,6 +62,7 @@ class ProgressBar(Callback):
 
     def on_validation_end(self, run: Run, metrics: Mapping[str, float]) -> None:
         """Print the results."""
+        self._shown = run.step
         values = "  ".join(f"{name} {_number(value)}" for name, value in metrics.items())
         print(f"{_epoch(run)}  step {run.step}  {values}", flush=True)
         # The speed is that of training: measure it afresh.
@@ -82,10 +84,9 @@ class ProgressBar(Callback):
             thread.join()
 
     def _print_lines(self) -> None:
-        shown = self._run.step
         while not self._ended.wait(self.line_every_s):
-            if self._run.step != shown:
-                shown = self._run.step
+            if self._run.step != self._shown:
+                self._shown = self._run.step
                 print(self._line(), flush=True)
 
     def _draw(self) -> Any:
@@ -95,9 +96,11 @@ class ProgressBar(Callback):
         from rich.text import Text
 
         grid = Table.grid(padding=(0, 1))
+        grid.add_column(max_width=24)  # where it is narrow, the bar gives way before the text
+        grid.add_column(no_wrap=True, overflow="ellipsis")
         total = self._run.total_steps
-        bar = Bar(total=total, completed=self._run.step, width=24, pulse=total is None)
-        grid.add_row(bar, Text(self._line(), no_wrap=True, overflow="ellipsis"))
+        bar = Bar(total=total, completed=self._run.step, pulse=total is None)
+        grid.add_row(bar, Text(self._line()))
         # The cursor rests on an empty line, so that whatever is printed after a kill starts on one.
         return Group(grid, Text())
 
@@ -115,7 +118,9 @@ class ProgressBar(Callback):
         if t1 > t0:
             parts.append(f"{(last - first) / (t1 - t0):,.0f} samples/s")
         done = step - self._start_step
-        if run.total_steps and done:
+        if run.task.run.split in EVALUATING:
+            parts.append(EVALUATING[run.task.run.split])
+        elif run.total_steps and 0 < done < run.total_steps - self._start_step:
             left = (run.total_steps - step) * (now - self._start_time) / done
             parts.append(f"{_duration(left)} left")
         return "  ".join(parts)
@@ -157,7 +162,7 @@ def _header(run: Run) -> str:
 
 
 def _summary(run: Run, seconds: float) -> str:
-    ended = f"{run.step} steps, {run.epoch} epochs, {_duration(seconds)}"
+    ended = f"{_count(run.step, 'step')}, {_count(run.epoch, 'epoch')}, {_duration(seconds)}"
     if run.stop_reason is not None:
         ended += f"; stopped: {run.stop_reason}"
     lines = {"done": ended}
@@ -198,6 +203,10 @@ def _epoch(run: Run) -> str:
     per_epoch, most = run.steps_per_epoch, run.config.max_epochs
     epoch = max(1, math.ceil(run.step / per_epoch)) if per_epoch else run.epoch + 1
     return f"epoch {epoch}" if most is None else f"epoch {epoch}/{most}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _number(value: float) -> str:

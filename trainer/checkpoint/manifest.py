@@ -22,27 +22,29 @@ WEIGHTS, STATE, CONFIG, MANIFEST = "model.safetensors", "state.pt", "config.yaml
 _STEP_FOLDER = re.compile(r"step-(\d{8,})(\.old)?")
 
 
-def find(run_dir: Path, which: str | os.PathLike[str]) -> Path:
+def find(run_dir: Path, which: str | os.PathLike[str], of_run: str = "best") -> Path:
     """Return the checkpoint that a user means.
 
     Args:
         run_dir: The folder of the run.
-        which: ``"best"``, ``"last"``, or a path: a checkpoint folder or a ``.safetensors`` file,
-            as it stands or inside ``run_dir`` or its ``checkpoints``.
+        which: ``"best"``, ``"last"``, or a path: a checkpoint folder, a ``.safetensors`` file or
+            the folder of a run, as it stands or inside ``run_dir`` or its ``checkpoints``.
+        of_run: Which one the folder of a run stands for, ``"best"`` or ``"last"``.
 
     Raises:
         ValueError: If there is none; says which ones there are.
     """
     folder = Path(run_dir) / FOLDER
     named = which in ("best", "last")
-    places = [folder / which] if named else [Path(which), Path(run_dir) / which, folder / which]
+    if named:
+        places = [folder / which]
+    else:
+        given = [Path(which), Path(run_dir) / which, folder / which]
+        places = [p for path in given for p in (path, path / of_run, path / FOLDER / of_run)]
     for place in places:
         if (place / MANIFEST).is_file() or (place.is_file() and place.suffix == ".safetensors"):
             return place.resolve()
     there = [path.name for path in step_folders(folder)]
-    for path in (Path(which), Path(which) / FOLDER):
-        if path.is_dir() and not named:
-            there += [str(p) for p in step_folders(path)]
     wanted = f"no checkpoint {str(which)!r} in {folder}" if named else f"{which} is no checkpoint"
     raise ValueError(
         f"{wanted}: a checkpoint is a folder with a {MANIFEST}, or a .safetensors file; "

@@ -133,7 +133,7 @@ class Saver:
 
     def _find(self, resume: str) -> Path | None:
         if resume != "auto":
-            path: Path | None = manifest.find(self._view.run_dir, resume)
+            path: Path | None = manifest.find(self._view.run_dir, resume, of_run="last")
         else:
             path = manifest.newest_valid(self._view.run_dir)
         print(f"resuming from {path or 'nothing: there is no checkpoint yet'}", flush=True)

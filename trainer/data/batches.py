@@ -26,6 +26,7 @@ from trainer.data.loading import (
 )
 from trainer.data.plan import GlobalBatchPlan, Slice, ceil_div, epoch_order
 from trainer.data.streams import stream_batches
+from trainer.seeding import seed_everything, stream_key
 
 # How many global batches of a user's sampler travel from rank 0 to the others at once.
 SHARED_BATCHES = 256
@@ -162,13 +163,18 @@ class IndexedBatches(Batches):
         self._plan = plan
         self._global_batches = global_batches
         self._source = source
+        self._seed = options.seed
         self._requests = _Requests()
         self._loader = data_loader(Fetch(source), options, source.loader, sampler=self._requests)
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of one epoch, from global batch ``start_step`` on."""
         set_epoch(self._source.dataset, epoch)
+        # A user's sampler may draw from the global generators: the same at any world size, and
+        # after a resume. What a dataset draws then is not the same on every rank.
+        seed_everything(stream_key(self._seed, epoch))
         batches = self._global_batches.start(epoch, start_step)
+        seed_everything(stream_key(self._seed, epoch, distributed.rank()))
         position = start_step * (self._plan.global_batch_size or 0)
         self._requests.next_epoch = self._cut(batches, position, epoch)
         for micro in self._loader:

@@ -49,11 +49,20 @@ class Fetch(Dataset[MicroBatch]):
         if callable(getattr(self._dataset, "__getitems__", None)):
             samples = self._get_items(indices)
             # Anything but a list is a batch that is collated already.
-            return self.source.collate(samples) if isinstance(samples, list) else samples
+            return self._collate(samples, indices) if isinstance(samples, list) else samples
         if type(self._dataset) is TensorDataset and self.source.collate is default_collate:
             with suppress(IndexError, RuntimeError):  # item by item, the index at fault is found
                 return _rows(self._dataset, indices)
-        return self.source.collate([self._get_item(index) for index in indices])
+        return self._collate([self._get_item(index) for index in indices], indices)
+
+    def _collate(self, samples: list[Any], indices: list[int]) -> Any:
+        try:
+            return self.source.collate(samples)
+        except Exception as error:
+            raise ValueError(
+                f"collating the samples {indices} raised {type(error).__name__}: {error}; samples "
+                "of one batch must have the same keys and shapes, or collate_fn must pad them"
+            ) from error
 
     def _get_item(self, index: int) -> Any:
         try:

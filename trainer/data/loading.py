@@ -194,7 +194,8 @@ class _InProcess:
         self._sampler = sampler
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self._dataset.__getitem__, self._sampler)
+        for item in self._sampler:  # not map: a StopIteration from a dataset would end it silently
+            yield self._dataset[item]
 
 
 class _WorkerInit:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.loggers.base import Logger
+from trainer.run_dir import set_aside
 
 if TYPE_CHECKING:
     from trainer.run import Run
@@ -20,7 +21,7 @@ class JsonlLogger(Logger):
 
     A line holds ``step``, ``epoch``, ``samples``, ``time_s`` and then the values by name. JSON has
     no NaN and no infinity: such a value is ``null``. A resumed run goes on in the same file, from
-    which the lines beyond its step are cut off; a new run starts a new file.
+    which the lines beyond its step are cut off; a new run sets an older file aside.
 
     Args:
         filename: Name of the file in the run's folder.
@@ -33,7 +34,9 @@ class JsonlLogger(Logger):
     def open(self, run: Run) -> None:
         """Open the file, cut to what lies at or before ``run.step``."""
         path = run.run_dir / self.filename
-        keep = _length_up_to(path, run.step) if run.step > 0 and path.exists() else 0
+        if run.step == 0:
+            set_aside(path)
+        keep = _length_up_to(path, run.step) if path.exists() else 0
         # Unbuffered: one write per line, so that a kill cannot leave half of an older one behind.
         self._file = io.FileIO(path, "a")
         self._file.truncate(keep)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.loggers.base import Logger
+from trainer.run_dir import set_aside
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -18,7 +19,7 @@ class TensorBoardLogger(Logger):
     """Writes scalars under ``tensorboard/``; watch with ``tensorboard --logdir <run_dir>``.
 
     A resumed run goes on in the same folder, and what was logged beyond its step disappears from
-    the charts.
+    the charts. A new run sets an older folder aside.
 
     Args:
         folder: Name of the folder in the run's folder.
@@ -29,13 +30,15 @@ class TensorBoardLogger(Logger):
         self.folder = folder
         self.flush_secs = flush_secs
         self._path: Path | None = None
-        self._first_step = 0
+        self._first_step: int | None = None
         self._writer: SummaryWriter | None = None
 
     def open(self, run: Run) -> None:
         """Note where to write. The first value opens the file: the import takes 0.15 s."""
         self._path = run.run_dir / self.folder
-        self._first_step = run.step + 1 if run.step else 0
+        if run.step == 0:
+            set_aside(self._path)
+        self._first_step = run.step + 1 if run.step else None
         self._writer = None
 
     @property

@@ -1,0 +1,126 @@
+"""Weights in a file, and back in a module."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import snapshot, write
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from trainer.checkpoint.weights import load_task, load_weights
+
+
+class Odd(nn.Module):
+    """Every kind of tensor that safetensors or a plain copy would trip over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.transposed = nn.Parameter(torch.randn(3, 2).t())
+        self.bf16 = nn.Parameter(torch.randn(2).bfloat16())
+        self.register_buffer("count", torch.tensor(7))
+        self.register_buffer("nothing", torch.zeros(0))
+        self.register_buffer("nothing_either", torch.zeros(0))
+        self.register_buffer("part", torch.arange(1000.0)[3:5])
+        self.register_buffer("overlapping_part", self.part[:1])
+        self.note: dict[str, Any] = {}
+
+    def get_extra_state(self) -> Any:
+        return self.note
+
+    def set_extra_state(self, state: Any) -> None:
+        self.note = state
+
+
+def test_odd_weights_round_trip(tmp_path: Path) -> None:
+    source, target = Odd(), Odd()
+    source.note = {"scale": 0.5, "amax": torch.ones(2)}
+    write(tmp_path, snapshot(1, weights=source.state_dict()))
+    path = tmp_path / "step-00000001"
+    stored = load_file(path / "model.safetensors")
+    assert "embedding.weight" in stored
+    assert "head.weight" not in stored
+    assert (path / "model.safetensors").stat().st_size < 8000  # no view drags its storage along
+    assert not any(load_weights(target, path))
+    for name, value in source.state_dict().items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, target.state_dict()[name]), name
+            assert value.dtype == target.state_dict()[name].dtype
+    assert target.note["scale"] == 0.5
+    assert target.note["amax"].tolist() == [1.0, 1.0]
+    assert target.head.weight is target.embedding.weight
+    assert target.conv.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_overlapping_weights_are_stored_as_their_values(tmp_path: Path) -> None:
+    weights = {"expanded": torch.ones(1).expand(4), "sum": torch.ones(2, 1).expand(2, 3)}
+    write(tmp_path, snapshot(1, weights=weights))
+    stored = load_file(tmp_path / "step-00000001" / "model.safetensors")
+    assert all(torch.equal(stored[name], weights[name]) for name in weights)
+
+
+def test_tied_weights_load_into_an_untied_module_and_back(tmp_path: Path) -> None:
+    write(tmp_path, snapshot(1, weights=Odd().state_dict()))
+    untied = Odd()
+    untied.head.weight = nn.Parameter(torch.zeros(5, 4))
+    load_weights(untied, tmp_path / "step-00000001")
+    assert torch.equal(untied.head.weight, untied.embedding.weight)
+
+    # Another tool's file, which keeps the other of the two names.
+    tied = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    tied["b"].weight = tied["a"].weight
+    save_file({"b.weight": torch.full((2, 2), 3.0)}, tmp_path / "other.safetensors")
+    assert not any(load_weights(tied, tmp_path / "other.safetensors"))
+    assert tied["a"].weight.tolist() == [[3.0, 3.0], [3.0, 3.0]]
+
+
+def test_load_weights_names_what_differs(tmp_path: Path) -> None:
+    source = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    target = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5, bias=False), nn.Linear(1, 1))
+    write(tmp_path, snapshot(1, weights=source.state_dict()))
+    path = tmp_path / "step-00000001"
+    with pytest.raises(ValueError, match="do not fit Sequential") as caught:
+        load_weights(target, path)
+    text = str(caught.value)
+    assert "missing in the file: 2.bias, 2.weight" in text
+    assert "unknown to the module: 1.bias" in text
+    assert "1.weight (2, 4) instead of (5, 4)" in text
+    differences = load_weights(target, path, strict=False)
+    assert differences == (["2.bias", "2.weight"], ["1.bias"], ["1.weight"])
+    assert torch.equal(target[0].weight, source[0].weight)
+    with pytest.raises(ValueError, match="has no weight that fits Conv2d"):
+        load_weights(nn.Conv2d(1, 1, 1), path, strict=False)
+
+
+def test_load_weights_from_files(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(1, 1), "bias": torch.ones(1)}, tmp_path / "any.safetensors")
+    module = nn.Linear(1, 1)
+    load_weights(module, str(tmp_path / "any.safetensors"))
+    assert module(torch.ones(1, 1)).item() == 2.0
+    (tmp_path / "any.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match="damaged, or no safetensors file"):
+        load_weights(module, tmp_path / "any.safetensors")
+    with pytest.raises(ValueError, match="there is no file"):
+        load_weights(module, tmp_path / "none.safetensors")
+    with pytest.raises(ValueError, match="there is no such folder"):
+        load_weights(module, tmp_path / "none")
+    with pytest.raises(ValueError, match=r"it has no manifest\.json"):
+        load_weights(module, tmp_path)
+
+
+def test_load_task(tmp_path: Path) -> None:
+    source = nn.Linear(3, 2)
+    config = {"task": {"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 2}}
+    write(tmp_path, snapshot(1, weights=source.state_dict(), config=config))
+    task: Any = load_task(tmp_path / "step-00000001")
+    assert torch.equal(task.weight, source.weight)
+    with pytest.raises(ValueError, match=r"weight \(2, 3\) instead of \(2, 5\)"):
+        load_task(tmp_path / "step-00000001", in_features=5)
+    write(tmp_path, snapshot(2))
+    with pytest.raises(ValueError, match=r"has no task\._target_"):
+        load_task(tmp_path / "step-00000002")
