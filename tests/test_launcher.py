@@ -80,6 +80,12 @@ def test_slurm_variables_are_translated():
     }
 
 
+def test_slurms_first_host_is_the_master():
+    hosts = {k: v for k, v in SRUN.items() if k != "MASTER_ADDR"}
+    hosts["SLURM_STEP_NODELIST"] = "node[3-5],other"
+    assert slurm_env(hosts)["MASTER_ADDR"] == "node3"
+
+
 def test_tasks_per_node_are_unfolded():
     assert launcher._tasks_per_node("2(x3),1") == [2, 2, 2, 1]
 

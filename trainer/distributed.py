@@ -7,7 +7,6 @@ be taken down and set up again at a step boundary.
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import pickle
 import sys
@@ -109,9 +108,6 @@ def setup(store: Store, rank: int, world_size: int, kind: str, timeout_s: float)
     if sys.platform == "linux" and os.environ.get("GROUP_WORLD_SIZE") == "1":
         # The host's own name may lead to an address that does not answer.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # What is imported for the first time while there is a group (DDP does that) keeps it for ever,
-    # and its threads abort a process that ends while they still hold tensors.
-    importlib.import_module("torch._dynamo")
     device_id = None
     if kind == "cuda":
         device_id = _cuda_device(int(os.environ["LOCAL_RANK"]))

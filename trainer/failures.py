@@ -106,14 +106,18 @@ def death_of(rank: int, exitcode: int) -> RankError:
     return RankError(f"rank {rank} was killed by {name}{hint}")
 
 
-def unanswered(silent: list[str], timeout_s: float, told_by: Failure) -> RankError:
-    """Return the error for ranks that neither failed nor answered the others."""
-    error = RankError(
-        f"rank {', '.join(silent)} did not answer within timeout_s={timeout_s:g} s: it hangs, or "
-        "does work that the other ranks do not wait for"
+def unanswered(silent: set[int], timeout_s: float, told_by: Failure) -> Exception:
+    """Return the error where some ranks only tell of others, and the ``silent`` ones of nothing."""
+    error = told_by.error()
+    if not silent or "imed out" not in str(error):
+        return error
+    ranks = ", ".join(map(str, sorted(silent)))
+    named = RankError(
+        f"rank {ranks} did not answer within timeout_s={timeout_s:g} s: it hangs, or does work "
+        "that the other ranks do not wait for"
     )
-    error.__cause__ = RemoteTraceback(told_by.text)
-    return error
+    named.__cause__ = error.__cause__
+    return named
 
 
 def _pickle(error: BaseException) -> bytes | None:

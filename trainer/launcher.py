@@ -9,6 +9,7 @@ which get the job by cloudpickle. The environment variable ``TRAINER_START_METHO
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import sys
 import time
@@ -302,6 +303,9 @@ def _explain(error: Exception, where: Callable[[], str]) -> None:
 
 def _join_group(kind: str, timeout_s: float) -> None:
     """Join the launcher's group, for the rest of this process's life."""
+    # DDP imports this; the first import while there is a group keeps the group for ever, and its
+    # threads can abort a process that ends while they still hold a tensor.
+    importlib.import_module("torch._dynamo")
     timeout = timedelta(seconds=timeout_s)
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     # Ranks that torchrun restarts meet an old store, with the addresses of their dead predecessors.

@@ -260,7 +260,6 @@ class _Supervisor(threading.Thread):
                     master_listen_fd=listener_fd,
                 )
                 deaths = _wait(context, store, lambda: self.stopping)
-                context.close(timeout=_GRACE_S)
                 if deaths:
                     self.error = _first_failure(deaths, store, group)
                 elif not self.stopping:
@@ -338,7 +337,7 @@ def _wait(context: PContext, store: Store, stopping: Callable[[], bool]) -> dict
 
 
 def _exit_code(pid: int) -> int | None:
-    """Return a child's exit code (negative: the signal), or None while it runs; leave it as it is."""
+    """Return a child's exit code (negative: the signal), or None while it runs; reap nothing."""
     try:
         found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -360,8 +359,7 @@ def _first_failure(deaths: dict[int, int], store: Store, group: Group) -> BaseEx
     for number, code in deaths.items():
         if number not in heard:
             return death_of(number, code)
-    silent = [str(number) for number in range(group.world_size) if number not in heard]
-    return unanswered(silent, group.timeout_s, reported[0]) if silent else reported[0].error()
+    return unanswered(set(range(group.world_size)) - heard, group.timeout_s, reported[0])
 
 
 def _result_path(group: Group) -> Path:
@@ -403,7 +401,7 @@ def _write_work(group: Group, work: Work) -> str:
     return str(path)
 
 
-def _fresh_rank(path: str) -> None:
+def _fresh_rank(path: str) -> NoReturn:
     file = open(path, "rb")  # noqa: SIM115 - closed by `load`
     group, sys.argv[:] = pickle.load(file)
     _settle(group)
@@ -414,6 +412,9 @@ def _fresh_rank(path: str) -> None:
         return work
 
     _run_rank(int(os.environ["LOCAL_RANK"]), group, load)
+    # As a forked rank ends: the group's threads can abort an interpreter that takes itself apart.
+    _flush()
+    os._exit(0)
 
 
 def _run_rank(number: int, group: Group, load: Callable[[], Work]) -> None:

@@ -1,5 +1,6 @@
 import os
 import pty
+import queue
 import select
 import signal
 import subprocess
@@ -35,24 +36,49 @@ def test_what_it_says_at_the_start(make_run: Callable[..., Run], capsys: Output)
     assert len(lines) == 4
 
 
+class Intervals:
+    """In place of the event that the printing thread waits for: the test lets the time pass."""
+
+    def __init__(self) -> None:
+        self._over: queue.Queue[bool] = queue.Queue()
+        self._begun: queue.Queue[float] = queue.Queue()
+
+    def wait(self, timeout: float) -> bool:
+        self._begun.put(timeout)
+        return self._over.get()
+
+    def pass_one(self) -> float:
+        """Return how long the interval is, after all that it brings has been printed."""
+        self._over.put(False)
+        return self._begun.get(timeout=30)
+
+    def clear(self) -> None: ...
+
+    def set(self) -> None:
+        self._over.put(True)
+
+
 def test_lines_by_time_not_by_step(make_run: Callable[..., Run], capsys: Output) -> None:
     run, bar = make_run(metrics={"train/loss": 0.25}), ProgressBar(line_every_s=0.2)
+    intervals = Intervals()
+    bar._ended = intervals  # type: ignore[assignment]
     bar.on_fit_start(run)
-    end = time.monotonic() + 1.1
-    while time.monotonic() < end:
+    intervals._begun.get(timeout=30)
+    capsys.readouterr()
+    for _ in range(49):
         run._state.step += 1
         run._state.samples += 128
-        time.sleep(0.001)
-    time.sleep(0.3)
-    before_pause = len(capsys.readouterr().out.splitlines()) - 4
-    assert 2 <= before_pause <= 7
-    time.sleep(0.5)  # no step, no line
     assert capsys.readouterr().out == ""
-    run._state.step, run._state.samples = 50, run._state.samples + 128
-    time.sleep(0.4)
+    assert intervals.pass_one() == 0.2
+    assert capsys.readouterr().out.startswith("epoch 1/2  step 49/100  loss 0.25")
+    intervals.pass_one()
+    assert capsys.readouterr().out == ""  # no step, no line
+    run._state.step += 1
+    run._state.samples += 128
+    intervals.pass_one()
     bar.close()
-    line = capsys.readouterr().out
-    parts = line.strip().split("  ")
+    (line,) = capsys.readouterr().out.splitlines()
+    parts = line.split("  ")
     assert parts[:3] == ["epoch 1/2", "step 50/100", "loss 0.25"]
     assert parts[3].endswith(" samples/s")
     assert parts[4].endswith(" left")
@@ -201,10 +227,14 @@ from trainer.config import TrainerConfig
 run = Run(Tiny(), TrainerConfig(max_epochs=1), ".", 1, 8, 8, 1, 100, 100, "cpu")
 bar = ProgressBar(refresh_s=0.05)
 bar.on_fit_start(run)
+begun = time.monotonic()
 try:
     for step in range(1, 51):
         run._state.step, run._state.samples = step, 8 * step
         time.sleep(0.01)
+    while bar._points[-1][1] != run.samples:  # until the last step has been drawn
+        time.sleep(0.01)
+    print(f"TOOK {time.monotonic() - begun}")
     print("a line of the user")
     bar.on_validation_end(run, {"val/loss": 0.5})
     print("READY")
@@ -257,7 +287,9 @@ def test_terminal(end: str) -> None:
     assert "step 50/100" in written
     assert "a line of the user\r\n" in written
     assert "step 50  val/loss 0.5" in written
-    assert 0 < written.count("samples/s") < 60
+    training, _, rest = written.partition("TOOK ")
+    # By time: one of these for each step would be 50, whatever the time.
+    assert 0 < training.count("samples/s") <= float(rest.split()[0]) / 0.05 + 5
     if end == "end":
         assert code == 0
         assert "AFTER 1\r\n" in written
