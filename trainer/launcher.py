@@ -26,7 +26,8 @@ from torch.distributed.rendezvous import rendezvous
 from trainer import distributed, ranks
 from trainer.config import TrainerConfig
 from trainer.failures import follows_from_another
-from trainer.ranks import in_child as in_child  # callers of `launch` ask it too
+from trainer.rank import LINGER_S, Group, Work
+from trainer.rank import in_child as in_child  # callers of `launch` ask it too
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_JOB_ID")
@@ -213,13 +214,13 @@ def _start_ranks(
         f"{distributed.backends(kind)} on {kind}",
         flush=True,
     )
-    group = ranks.Group(
+    group = Group(
         world_size=count,
         kind=kind,
         num_threads=threads_per_rank(config.num_threads, count),
         timeout_s=config.timeout_s,
     )
-    return ranks.run(group, method, ranks.Work(job, args, where))
+    return ranks.run(group, method, Work(job, args, where))
 
 
 def _run_as_rank(
@@ -297,7 +298,7 @@ def _explain(error: Exception, where: Callable[[], str]) -> None:
         file=sys.stderr,
         flush=True,
     )
-    time.sleep(ranks.LINGER_S)  # a launcher reports the rank that ends first
+    time.sleep(LINGER_S)  # a launcher reports the rank that ends first
     raise SystemExit(1) from None
 
 

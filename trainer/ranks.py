@@ -25,30 +25,23 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
-from torch.multiprocessing import _prctl_pr_set_pdeathsig as _set_death_signal  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from trainer import distributed
-from trainer.failures import Failure, RankError, death_of, unanswered
+from trainer.failures import Failure, death_of, unanswered
+from trainer.rank import HANDLED_SIGNALS, HOST, Group, Work, flush, forked_rank, result_path
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext
 
-LINGER_S = 1.0
-"""How long a rank that lost its peers stays, so that the rank which really failed ends first."""
-
 _POLL_S = 0.05
 _GRACE_S = 2  # between SIGTERM and SIGKILL, when the caller wants to stop
 _PROBE_S = 5.0  # for a backward pass of one number in a forked child
-_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_HOST = "127.0.0.1"
 _HEAVY_MODULES = (  # what every rank of a training run imports; torch._dynamo alone takes a second
     "torch._dynamo",
     "torch.distributed.elastic.multiprocessing",
@@ -58,39 +51,6 @@ _HEAVY_MODULES = (  # what every rank of a training run imports; torch._dynamo a
 )
 
 _starting = threading.Lock()  # the warning filters belong to the whole process
-_is_rank = False
-
-
-@dataclass(frozen=True)
-class Group:
-    """The ranks of one launch: what each has to know of it.
-
-    Attributes:
-        world_size: The number of ranks.
-        kind: ``"cpu"`` or ``"cuda"``.
-        num_threads: Threads per rank; None leaves torch's own choice.
-        timeout_s: The longest that a collective may wait.
-        port: Of the store, on this machine.
-        parent: The process that starts the ranks.
-        folder: For files that live no longer than the ranks.
-    """
-
-    world_size: int
-    kind: str
-    num_threads: int | None
-    timeout_s: float
-    port: int = 0
-    parent: int = 0
-    folder: str = ""
-
-
-@dataclass(frozen=True)
-class Work:
-    """What the ranks run: ``job(*args)``; ``where()`` says how far a failed one had come."""
-
-    job: Callable[..., Any]
-    args: tuple[Any, ...]
-    where: Callable[[], str]
 
 
 def cores() -> int:
@@ -98,11 +58,6 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def in_child() -> bool:
-    """Whether this process is a rank that another one started through `run`."""
-    return _is_rank
 
 
 def start_method() -> tuple[str, str]:
@@ -204,7 +159,7 @@ def _end_on_signal(supervisor: _Supervisor) -> Iterator[None]:
         for number, handler in previous.items():
             signal.signal(number, handler)
     if received:
-        _flush()
+        flush()
         signal.raise_signal(received[0])
         raise SystemExit(128 + received[0])  # the caller's own handler returned
 
@@ -246,14 +201,14 @@ class _Supervisor(threading.Thread):
         try:
             # The ranks may connect as soon as the socket listens. The store itself starts after
             # the fork, because its thread would not survive that.
-            with socket.create_server((_HOST, 0), backlog=2 * self._group.world_size) as listener:
+            with socket.create_server((HOST, 0), backlog=2 * self._group.world_size) as listener:
                 port = listener.getsockname()[1]
                 group = replace(self._group, port=port, parent=os.getpid(), folder=folder)
                 context = _start(group, self._method, work, listener)
                 listener_fd = listener.detach()  # it is the store's now
             try:
                 store = TCPStore(
-                    _HOST,
+                    HOST,
                     port,
                     is_master=True,
                     wait_for_workers=False,
@@ -264,7 +219,7 @@ class _Supervisor(threading.Thread):
                     self.error = _first_failure(deaths, store, group)
                 elif not self.stopping:
                     self.result = torch.load(
-                        _result_path(group), map_location="cpu", weights_only=False
+                        result_path(group), map_location="cpu", weights_only=False
                     )
             finally:
                 context.close(timeout=_GRACE_S)
@@ -282,8 +237,8 @@ def _start(group: Group, method: str, work: Work, listener: socket.socket) -> PC
     numbers = range(group.world_size)
     if method == "fork":
         # Until a rank has its own handlers, it must not run the caller's.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
-        entrypoint = _forked_rank
+        signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
+        entrypoint = forked_rank
         arguments = {n: (n, group, work, listener) for n in numbers}
     else:
         entrypoint = sys.executable
@@ -312,7 +267,7 @@ def _environment(group: Group, number: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(group.world_size),
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": _HOST,
+        "MASTER_ADDR": HOST,
         "MASTER_PORT": str(group.port),
     }
 
@@ -362,24 +317,11 @@ def _first_failure(deaths: dict[int, int], store: Store, group: Group) -> BaseEx
     return unanswered(set(range(group.world_size)) - heard, group.timeout_s, reported[0])
 
 
-def _result_path(group: Group) -> Path:
-    return Path(group.folder, "result")
-
-
-# What happens in a rank.
-
-
-def _forked_rank(number: int, group: Group, work: Work, listener: socket.socket) -> None:
-    listener.close()
-    _settle(group)
-    _run_rank(number, group, lambda: work)
-
-
 def _fresh_program(path: str) -> str:
     """Return the Python program of a rank that is a fresh interpreter."""
     return (
         f"import sys; sys.path[:] = {sys.path!r}\n"
-        f"from trainer.ranks import _fresh_rank; _fresh_rank({path!r})"
+        f"from trainer.rank import fresh_rank; fresh_rank({path!r})"
     )
 
 
@@ -399,121 +341,6 @@ def _write_work(group: Group, work: Work) -> str:
                 "ranks before CUDA is used in this process, so that they can be forked"
             ) from error
     return str(path)
-
-
-def _fresh_rank(path: str) -> NoReturn:
-    file = open(path, "rb")  # noqa: SIM115 - closed by `load`
-    group, sys.argv[:] = pickle.load(file)
-    _settle(group)
-
-    def load() -> Work:
-        with file:
-            work: Work = pickle.load(file)
-        return work
-
-    _run_rank(int(os.environ["LOCAL_RANK"]), group, load)
-    # As a forked rank ends: the group's threads can abort an interpreter that takes itself apart.
-    _flush()
-    os._exit(0)
-
-
-def _run_rank(number: int, group: Group, load: Callable[[], Work]) -> None:
-    store = TCPStore(_HOST, group.port, is_master=False)  # to report, also while the group waits
-    work = None
-    try:
-        work = load()
-        if group.num_threads is not None:
-            torch.set_num_threads(group.num_threads)
-        group_store = PrefixStore("group", TCPStore(_HOST, group.port, is_master=False))
-        distributed.setup(group_store, number, group.world_size, group.kind, group.timeout_s)
-        result = work.job(*work.args)
-        if number == 0:
-            try:
-                _write_result(result, group)
-            except OSError as error:
-                raise RankError(
-                    f"the result of rank 0 cannot be written to {group.folder}: {error}; make room "
-                    "there, or set TMPDIR to a folder that has more"
-                ) from error
-        _wait_for_all(store, group.world_size)
-        distributed.teardown()
-    except BaseException as error:
-        _fail(error, number, work, store)
-
-
-def _settle(group: Group) -> None:
-    """Make this process a rank: it lives no longer than its parent and leaves Ctrl-C to it."""
-    global _is_rank
-    _is_rank = True
-    signal.set_wakeup_fd(-1)  # the parent's event loop, if it has one
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
-    _die_with_parent(group.parent)
-    # Where this rank's loader workers keep their sockets; killed ones do not clean up.
-    multiprocessing.current_process()._config["tempdir"] = group.folder  # type: ignore[attr-defined]
-
-    # The same for processes that this rank forks (a loader's workers). The kernel looks at the
-    # thread that forked, so only the main thread's children, which end with the process, get it.
-    rank, forks_from_main = os.getpid(), False
-
-    def before() -> None:
-        nonlocal forks_from_main
-        forks_from_main = threading.current_thread() is threading.main_thread()
-
-    def after_in_child() -> None:
-        if forks_from_main and os.getppid() == rank:
-            _set_death_signal(signal.SIGKILL)
-
-    os.register_at_fork(before=before, after_in_child=after_in_child)
-
-
-def _die_with_parent(parent: int) -> None:
-    _set_death_signal(signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)
-
-
-def _fail(error: BaseException, number: int, work: Work | None, store: Store) -> NoReturn:
-    """Report ``error`` and end this process at once: nothing in it may wait for another rank."""
-    try:
-        place = work.where() if work else "starting"
-    except Exception as second:
-        place = f"an unknown place (where() raised {second!r})"
-    failure = Failure.of(error, number, place)
-    # Not in a file: a full disk may be what it is about.
-    store.set(f"failure/{store.add('failures', 1)}", pickle.dumps(failure))  # type: ignore[arg-type]
-    _flush()
-    if failure.secondary:
-        time.sleep(LINGER_S)
-    os._exit(1)
-
-
-def _wait_for_all(store: Store, world_size: int) -> None:
-    """Keep this rank's connections open until the slowest rank has finished its work."""
-    if store.add("done", 1) == world_size:
-        store.set("all done", "")
-    store.wait(["all done"], timedelta(days=365))
-
-
-def _write_result(result: Any, group: Group) -> None:
-    with open(_result_path(group), "wb") as file:
-        try:
-            torch.save(result, file, pickle_protocol=pickle.HIGHEST_PROTOCOL)
-        except (pickle.PicklingError, AttributeError, TypeError):
-            import cloudpickle
-
-            file.seek(0)
-            file.truncate()
-            torch.save(result, file, cloudpickle, pickle.HIGHEST_PROTOCOL)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            with suppress(OSError, ValueError):  # closed, or nobody reads it any more
-                stream.flush()
 
 
 @contextmanager

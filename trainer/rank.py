@@ -1,0 +1,203 @@
+"""What happens in a rank that another process of this machine has started.
+
+It settles (it lives no longer than its parent and leaves Ctrl-C to it), joins the group, does its
+work, and reports what failed; ``ranks.py`` is the other side.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.multiprocessing import _prctl_pr_set_pdeathsig as _set_death_signal  # type: ignore[attr-defined]
+
+from trainer import distributed
+from trainer.failures import Failure, RankError
+
+LINGER_S = 1.0
+"""How long a rank that lost its peers stays, so that the rank which really failed ends first."""
+
+HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+HOST = "127.0.0.1"
+
+_is_rank = False
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of one launch: what each has to know of it.
+
+    Attributes:
+        world_size: The number of ranks.
+        kind: ``"cpu"`` or ``"cuda"``.
+        num_threads: Threads per rank; None leaves torch's own choice.
+        timeout_s: The longest that a collective may wait.
+        port: Of the store, on this machine.
+        parent: The process that starts the ranks.
+        folder: For files that live no longer than the ranks.
+    """
+
+    world_size: int
+    kind: str
+    num_threads: int | None
+    timeout_s: float
+    port: int = 0
+    parent: int = 0
+    folder: str = ""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the ranks run: ``job(*args)``; ``where()`` says how far a failed one had come."""
+
+    job: Callable[..., Any]
+    args: tuple[Any, ...]
+    where: Callable[[], str]
+
+
+def in_child() -> bool:
+    """Whether this process is a rank that another one started through `run`."""
+    return _is_rank
+
+
+def result_path(group: Group) -> Path:
+    """Where rank 0 leaves its result for the caller."""
+    return Path(group.folder, "result")
+
+
+def forked_rank(number: int, group: Group, work: Work, listener: socket.socket) -> None:
+    """Be rank ``number``, as a fork of the caller."""
+    listener.close()
+    _settle(group)
+    _run_rank(number, group, lambda: work)
+
+
+def fresh_rank(path: str) -> NoReturn:
+    """Be a rank as a fresh interpreter; what to do lies in ``path``."""
+    file = open(path, "rb")  # noqa: SIM115 - closed by `load`
+    group, sys.argv[:] = pickle.load(file)
+    _settle(group)
+
+    def load() -> Work:
+        with file:
+            work: Work = pickle.load(file)
+        return work
+
+    _run_rank(int(os.environ["LOCAL_RANK"]), group, load)
+    # As a forked rank ends: the group's threads can abort an interpreter that takes itself apart.
+    flush()
+    os._exit(0)
+
+
+def _run_rank(number: int, group: Group, load: Callable[[], Work]) -> None:
+    store = TCPStore(HOST, group.port, is_master=False)  # to report, also while the group waits
+    work = None
+    try:
+        work = load()
+        if group.num_threads is not None:
+            torch.set_num_threads(group.num_threads)
+        group_store = PrefixStore("group", TCPStore(HOST, group.port, is_master=False))
+        distributed.setup(group_store, number, group.world_size, group.kind, group.timeout_s)
+        result = work.job(*work.args)
+        if number == 0:
+            try:
+                _write_result(result, group)
+            except OSError as error:
+                raise RankError(
+                    f"the result of rank 0 cannot be written to {group.folder}: {error}; make room "
+                    "there, or set TMPDIR to a folder that has more"
+                ) from error
+        _wait_for_all(store, group.world_size)
+        distributed.teardown()
+    except BaseException as error:
+        _fail(error, number, work, store)
+
+
+def _settle(group: Group) -> None:
+    """Make this process a rank: it lives no longer than its parent and leaves Ctrl-C to it."""
+    global _is_rank
+    _is_rank = True
+    signal.set_wakeup_fd(-1)  # the parent's event loop, if it has one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
+    _die_with_parent(group.parent)
+    # Where this rank's loader workers keep their sockets; killed ones do not clean up.
+    multiprocessing.current_process()._config["tempdir"] = group.folder  # type: ignore[attr-defined]
+
+    # The same for processes that this rank forks (a loader's workers). The kernel looks at the
+    # thread that forked, so only the main thread's children, which end with the process, get it.
+    rank, forks_from_main = os.getpid(), False
+
+    def before() -> None:
+        nonlocal forks_from_main
+        forks_from_main = threading.current_thread() is threading.main_thread()
+
+    def after_in_child() -> None:
+        if forks_from_main and os.getppid() == rank:
+            _set_death_signal(signal.SIGKILL)
+
+    os.register_at_fork(before=before, after_in_child=after_in_child)
+
+
+def _die_with_parent(parent: int) -> None:
+    _set_death_signal(signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+
+
+def _fail(error: BaseException, number: int, work: Work | None, store: Store) -> NoReturn:
+    """Report ``error`` and end this process at once: nothing in it may wait for another rank."""
+    try:
+        place = work.where() if work else "starting"
+    except Exception as second:
+        place = f"an unknown place (where() raised {second!r})"
+    failure = Failure.of(error, number, place)
+    # Not in a file: a full disk may be what it is about.
+    store.set(f"failure/{store.add('failures', 1)}", pickle.dumps(failure))  # type: ignore[arg-type]
+    flush()
+    if failure.secondary:
+        time.sleep(LINGER_S)
+    os._exit(1)
+
+
+def _wait_for_all(store: Store, world_size: int) -> None:
+    """Keep this rank's connections open until the slowest rank has finished its work."""
+    if store.add("done", 1) == world_size:
+        store.set("all done", "")
+    store.wait(["all done"], timedelta(days=365))
+
+
+def _write_result(result: Any, group: Group) -> None:
+    with open(result_path(group), "wb") as file:
+        try:
+            torch.save(result, file, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+        except (pickle.PicklingError, AttributeError, TypeError):
+            import cloudpickle
+
+            file.seek(0)
+            file.truncate()
+            torch.save(result, file, cloudpickle, pickle.HIGHEST_PROTOCOL)
+
+
+def flush() -> None:
+    """Flush what this process has printed, where somebody still reads it."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with suppress(OSError, ValueError):  # closed, or nobody reads it any more
+                stream.flush()
