@@ -20,7 +20,7 @@ from trainer.composition import (
     launched_rank,
     register_configs,
 )
-from trainer.failures import RemoteTraceback
+from trainer.failures import RankError, RemoteTraceback
 from trainer.instantiate import build_node
 
 if TYPE_CHECKING:
@@ -167,6 +167,8 @@ def _job(main: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
         except Exception as error:
             if isinstance(error.__cause__, RemoteTraceback):
                 print(error.__cause__.args[0], end="", file=sys.stderr)
+            elif isinstance(error, RankError):  # a rank was killed: no line of code did that
+                print(f"error: {error}", file=sys.stderr)
             else:
                 frames = error.__traceback__ and error.__traceback__.tb_next
                 traceback.print_exception(type(error), error, frames)
