@@ -342,10 +342,13 @@ def test_a_program_passes_a_config_on_and_finds_its_own_folder(folder: str) -> N
 PROGRAM = """\
 import sys
 from trainer import hydra_main, run
+from trainer.failures import RankError
 @hydra_main("conf", "app")
 def main(cfg):
     if cfg.get("fail"):
         raise RuntimeError("broken")
+    if cfg.get("kill"):
+        raise RankError("rank 1 was killed by SIGKILL")
     print("step", run(cfg).step)
     if cfg.get("interrupt"):
         raise KeyboardInterrupt
@@ -393,6 +396,11 @@ def test_a_failure_is_printed_once_without_hydra(folder: str) -> None:
     assert done.stderr.endswith("RuntimeError: broken\n")
     assert done.stderr.count("Traceback") == 1
     assert "hydra/" not in done.stderr
+
+
+def test_a_killed_rank_is_one_line(folder: str) -> None:
+    done = program(folder, "++kill=true")
+    assert (done.returncode, done.stderr) == (1, "error: rank 1 was killed by SIGKILL\n")
 
 
 def test_an_interrupt_ends_with_130(folder: str) -> None:
