@@ -63,7 +63,7 @@ class Training:
         """
         config, task = session.config, session.task
         self.session, self.config, self.task, self.state = session, config, task, state
-        self.callbacks, self.loggers, self.run_config = callbacks, loggers, run_config
+        self.callbacks, self.loggers = callbacks, loggers
         self.run_dir = choose_run_dir(config)
         self.strategy = build_strategy(config)
         self.batches, plan = session.train_batches(self.strategy)
