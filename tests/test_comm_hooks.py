@@ -66,7 +66,9 @@ def weight_and_gradient() -> dict[str, tuple[float, torch.Tensor]]:
     device = torch.device("cpu")
     for name in DTYPES:
         for cap in (None, 1e-5):
-            step = StepModule(TokenRegression().float(), Logbook(), {})
+            step = StepModule(
+                TokenRegression().float(), Logbook(), {}, averaged_over=distributed.world_size()
+            )
             strategy = DDPStrategy(bucket_cap_mb=cap, comm_hook=name)
             module = strategy.setup(step, device)
             data = weighted_samples(TOKENS).tensors

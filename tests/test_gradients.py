@@ -16,7 +16,7 @@ from trainer.step import StepModule
 
 
 def after_backward(may_miss: bool = False) -> tuple[StepModule, Gradients]:
-    step = StepModule(Regression(), Logbook(), {})
+    step = StepModule(Regression(), Logbook(), {}, averaged_over=1)
     gradients = Gradients(step, may_miss)
     step(samples(4).tensors, 4, 4).backward()
     return step, gradients
@@ -51,7 +51,7 @@ def test_of_many_missing_gradients_the_first_are_named() -> None:
     task = Regression()
     for number in range(10):
         task.register_parameter(f"spare{number}", torch.nn.Parameter(torch.zeros(1)))
-    step = StepModule(task, Logbook(), {})
+    step = StepModule(task, Logbook(), {}, averaged_over=1)
     gradients = Gradients(step, may_miss=False)
     step(samples(4).tensors, 4, 4).backward()
     with pytest.raises(ValueError, match=r"spare0, .*spare7 and 2 more:"):

@@ -69,7 +69,9 @@ class Given(Regression):
 def step_module(kind: str, needs_every_parameter: bool = True) -> StepModule:
     task = Given()
     task.kind = kind
-    return StepModule(task, Logbook(), {}, needs_every_parameter=needs_every_parameter)
+    return StepModule(
+        task, Logbook(), {}, averaged_over=1, needs_every_parameter=needs_every_parameter
+    )
 
 
 def test_the_whole_batch_in_one_goes_through_as_it_is() -> None:
@@ -125,6 +127,6 @@ class InHalf(Regression):
 def test_the_weight_is_not_rounded_to_the_format_of_the_loss(dtype: torch.dtype) -> None:
     task = InHalf()
     task.dtype = dtype
-    step = StepModule(task, Logbook(), {})
+    step = StepModule(task, Logbook(), {}, averaged_over=1)
     step(samples(4).tensors, 4, 16).backward()
     assert step.extra_weight.grad == (4097 - 4) / 16

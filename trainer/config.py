@@ -163,6 +163,11 @@ class TrainerConfig:
         None, "Clip the gradients' global L2 norm to this, right before the step.", above=0
     )
     seed: int = option(0, "Of everything random: data order, dropout, initial weights.", at_least=0)
+    reproducible: bool = option(
+        False,
+        "The same bits at any world size that is a power of two, up to `global_batch_size` / "
+        "`micro_batch_size`, which must be given. `num_threads=auto` then is 1.",
+    )
     log_every_n_steps: int = option(50, "Steps between two log events.", at_least=1)
     validate_every_n_steps: int | None = option(
         None, "Validate every so many steps; null: not by steps.", at_least=1
@@ -266,6 +271,18 @@ class TrainerConfig:
                 "sync_batchnorm=true with accelerator=cpu: torch's SyncBatchNorm works on CUDA "
                 "only; set sync_batchnorm=false, or train on CUDA"
             )
+        if self.reproducible and self.micro_batch_size is None:
+            raise ValueError(
+                "reproducible=true without micro_batch_size: an even share of the global batch "
+                "would depend on the world size, and so would the last bits; give a fixed size, "
+                "such as micro_batch_size = global_batch_size / the most ranks you will use"
+            )
+        for name in ("comm_hook", "sync_batchnorm"):
+            if self.reproducible and (given := getattr(self, name)):
+                raise ValueError(
+                    f"reproducible=true together with {name}={show(given)}: what it computes "
+                    f"depends on the number of ranks; leave one of them out"
+                )
         if self.num_nodes > 1 and self.launcher == "self":
             raise ValueError(
                 f"num_nodes={self.num_nodes} with launcher=self: a process can start ranks on its "

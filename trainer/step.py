@@ -41,6 +41,7 @@ class StepModule(nn.Module):
         logbook: Logbook,
         metrics: Mapping[str, Any],
         *,
+        averaged_over: int,
         needs_every_parameter: bool = True,
     ) -> None:
         """Note what every micro-batch goes through.
@@ -49,6 +50,8 @@ class StepModule(nn.Module):
             task: The user's module.
             logbook: Gets the losses.
             metrics: Are updated with the outputs, by name.
+            averaged_over: What the strategy's reduction divides by: the world size where gradients
+                are averaged over the ranks, 1 where they are added up.
             needs_every_parameter: Whether a micro-batch without weight must give every parameter a
                 gradient of zeros. Not where parameters may be unused: these would count as used.
         """
@@ -57,6 +60,7 @@ class StepModule(nn.Module):
         self.extra_weight = nn.Parameter(torch.zeros(()))
         self._logbook = logbook
         self._metrics = metrics
+        self._averaged_over = averaged_over
         self._needs_every_parameter = needs_every_parameter
 
     def forward(self, batch: Any, num_samples: int, global_size: int) -> torch.Tensor:
@@ -68,12 +72,12 @@ class StepModule(nn.Module):
             global_size: Samples in the global batch: the planned weight.
 
         Returns:
-            A scalar. DDP averages gradients over the ranks, hence the factor ``world_size``.
+            A scalar. It is scaled up by what the reduction of its gradients divides by.
 
         Raises:
             ValueError: If ``loss`` returns something that cannot be trained on.
         """
-        task, world_size = self.task, distributed.world_size()
+        task, scale = self.task, self._averaged_over
         loss = None
         extra: torch.Tensor | float
         if batch is not None:
@@ -85,20 +89,20 @@ class StepModule(nn.Module):
         value, weight = weigh(loss, num_samples, needs_grad=True)
         if value is None:
             value = self._zero()
-            extra = -num_samples * world_size / global_size
+            extra = -num_samples * scale / global_size
         elif isinstance(loss, WeightedLoss):
             self._logbook.add_loss(value, weight, is_total=True)
-            extra = (weight - num_samples) * world_size / global_size
-            value = value * (world_size / global_size)
+            extra = (weight - num_samples) * scale / global_size
+            value = value * (scale / global_size)
         else:
             self._logbook.add_loss(value, weight, is_total=False)
             extra = 0.0
-            share = num_samples * world_size / global_size
+            share = num_samples * scale / global_size
             value = value if share == 1 else value * share
         if isinstance(extra, torch.Tensor):
             # Not in the loss's own format: a half has too few digits for a weight.
             return torch.addcmul(value, self.extra_weight, extra.to(self.extra_weight))
-        if extra == 0 and world_size == 1:
+        if extra == 0 and distributed.world_size() == 1:
             return value
         return torch.add(value, self.extra_weight, alpha=extra)
 

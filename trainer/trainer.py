@@ -88,6 +88,7 @@ class Training:
             task,
             self.logbook,
             self.train_metrics,
+            averaged_over=self.strategy.averaged_over,
             needs_every_parameter=not self.strategy.may_miss_gradients,
         ).to(session.device)
         parts: dict[str, Stateful] = {

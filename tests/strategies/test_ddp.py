@@ -273,7 +273,7 @@ def test_all_ranks_start_from_the_weights_of_rank_0(tmp_path: Path) -> None:
 
 
 def test_one_rank_is_not_wrapped() -> None:
-    step = StepModule(Regression(), Logbook(), {})
+    step = StepModule(Regression(), Logbook(), {}, averaged_over=1)
     strategy = DDPStrategy()
     assert strategy.setup(step, torch.device("cpu")) is step
     with strategy.no_sync():

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
+from trainer import distributed
 from trainer.data.plan import GlobalBatchPlan
 from trainer.step import StepModule
 
@@ -18,9 +19,8 @@ class Strategy:
     its ``extra_weight`` included:
 
     - Weights and buffers are rank 0's after ``setup``.
-    - After a ``backward`` outside of ``no_sync``, gradients are the *mean* over the ranks of what
-      each of them has accumulated, the same to the last bit on every rank. The step module counts
-      on a mean: it scales each loss up by the world size.
+    - After a ``backward`` outside of ``no_sync``, gradients are the sum over the ranks of what each
+      of them has accumulated, divided by ``averaged_over``, the same to the last bit on every rank.
     - ``extra_weight`` arrives in full precision, however gradients are sent: a weight that was
       rounded would be an error in all of them.
     - Every rank runs one such ``backward`` per step, but any number of them within ``no_sync``.
@@ -34,6 +34,11 @@ class Strategy:
     """
 
     may_miss_gradients: bool = False
+
+    @property
+    def averaged_over(self) -> int:
+        """What the reduction divides by; the step module scales each loss up by as much."""
+        return distributed.world_size()
 
     def check(self, plan: GlobalBatchPlan, device: torch.device, always_full: bool) -> None:
         """Refuse what this strategy cannot do; the default can do everything.
