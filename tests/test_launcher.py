@@ -119,12 +119,17 @@ def test_accelerator(monkeypatch):
 def test_threads_per_rank(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(ranks, "cores", lambda: 8)
-    assert threads_per_rank("auto", 3) == 2
-    assert threads_per_rank("auto", 16) == 1
-    assert threads_per_rank(5, 3) == 5
+    auto, five = TrainerConfig(), TrainerConfig(num_threads=5)
+    assert threads_per_rank(auto, 3) == 2
+    assert threads_per_rank(auto, 16) == 1
+    assert threads_per_rank(auto, 1) is None  # torch's own choice
+    assert threads_per_rank(five, 3) == threads_per_rank(five, 1) == 5
+    one = TrainerConfig(reproducible=True, micro_batch_size=1)
+    assert threads_per_rank(one, 1) == threads_per_rank(one, 3) == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert threads_per_rank("auto", 3) is None
-    assert threads_per_rank(5, 3) == 5
+    assert threads_per_rank(auto, 3) is None
+    assert threads_per_rank(five, 3) == 5
+    assert threads_per_rank(one, 3) == 1
 
 
 def test_ranks_of_a_launcher_do_not_share_a_device(monkeypatch):

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
     [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
 )
 def test_matrix_products_run_in_the_named_format(name: str, dtype: torch.dtype) -> None:
-    precision = Precision(name, CPU)
+    precision = Precision(name, CPU, averaged_over=1)
     with precision.autocast():
         assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype == dtype
     assert precision.scaler.is_enabled() == (name == "fp16")

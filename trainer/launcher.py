@@ -71,7 +71,7 @@ def launch(
     if count > 1:
         return _start_ranks(job, args, config, where, kind, count)
     print(f"launcher: 1 process, this one; {kind}", flush=True)
-    with _num_threads(config.num_threads if isinstance(config.num_threads, int) else None):
+    with _num_threads(threads_per_rank(config, 1)):
         return job(*args)
 
 
@@ -190,11 +190,13 @@ def local_ranks(devices: int | str, kind: str) -> int:
     return count
 
 
-def threads_per_rank(choice: int | str, local_world_size: int) -> int | None:
-    """Return the threads for each of several ranks, or None to leave torch's own choice."""
-    if isinstance(choice, int):
-        return choice
-    if "OMP_NUM_THREADS" in os.environ:
+def threads_per_rank(config: TrainerConfig, local_world_size: int) -> int | None:
+    """Return the threads for each rank, or None to leave torch's own choice."""
+    if isinstance(config.num_threads, int):
+        return config.num_threads
+    if config.reproducible:  # how many share a sum decides how it is rounded
+        return 1
+    if "OMP_NUM_THREADS" in os.environ or local_world_size == 1:
         return None
     return max(1, ranks.cores() // local_world_size)
 
@@ -217,7 +219,7 @@ def _start_ranks(
     group = Group(
         world_size=count,
         kind=kind,
-        num_threads=threads_per_rank(config.num_threads, count),
+        num_threads=threads_per_rank(config, count),
         timeout_s=config.timeout_s,
     )
     return ranks.run(group, method, Work(job, args, where))
@@ -249,7 +251,7 @@ def _run_as_rank(
             f"{unused}); {distributed.backends(kind)} on {kind}",
             flush=True,
         )
-    threads = threads_per_rank(config.num_threads, distributed.local_world_size())
+    threads = threads_per_rank(config, distributed.local_world_size())
     with _num_threads(threads):
         try:
             result = job(*args)

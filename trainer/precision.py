@@ -21,14 +21,14 @@ class Precision:
             learn of an overflow, unless the optimizer is a fused one.
     """
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init__(self, name: str, device: torch.device, averaged_over: int) -> None:
         self._device = device
         self._dtype = DTYPES.get(name)
-        # The step module scales losses up by the world size, to undo DDP's mean. Starting with less
-        # scale by as much makes gradients overflow in the same steps as on one rank.
-        spare = (distributed.world_size() - 1).bit_length()
+        # The step module scales losses up by what the strategy's reduction divides by. Starting
+        # with less scale by as much makes gradients overflow in the same steps as on one rank.
+        self._spare = 2.0 ** (averaged_over - 1).bit_length()
         self.scaler = torch.amp.GradScaler(
-            device.type, init_scale=2.0 ** (16 - spare), enabled=name == "fp16"
+            device.type, init_scale=2.0**16 / self._spare, enabled=name == "fp16"
         )
 
     def autocast(self) -> AbstractContextManager[None]:
@@ -38,12 +38,13 @@ class Precision:
         return torch.autocast(self._device.type, dtype=self._dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loss scaling; empty where there is none."""
-        return self.scaler.state_dict()
+        """Return the state of the loss scaling on one rank; empty where there is none."""
+        state = self.scaler.state_dict()
+        return {**state, "scale": state["scale"] * self._spare} if state else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what ``state_dict`` returned, in this precision or another."""
         if state:
-            self.scaler.load_state_dict(state)
+            self.scaler.load_state_dict({**state, "scale": state["scale"] / self._spare})
         elif self.scaler.is_enabled() and distributed.rank() == 0:
             print("resume: the checkpoint was not trained in fp16; its loss scale starts anew")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from trainer.seeding import stream_key
+from trainer.seeding import Stream, stream_key
 
 
 class Slice(NamedTuple):
@@ -38,10 +38,14 @@ class GlobalBatchPlan:
             as with a user's batch sampler.
         micro_batch_size: The most samples per forward on one rank; None for an even share of the
             global batch.
+        halving: Whether the ranks' blocks are got by halving the list of micro-batches again and
+            again, so that each is a subtree of one binary tree (see ``tree_sum.py``); then the
+            world size must be a power of two.
     """
 
     global_batch_size: int | None
     micro_batch_size: int | None = None
+    halving: bool = False
 
     def micro(self, size: int, world_size: int) -> int:
         """The most samples in a micro-batch of a global batch of ``size`` samples."""
@@ -58,10 +62,22 @@ class GlobalBatchPlan:
         A shorter global batch is cut like a full one of which the end is missing, so a micro-batch
         has the same rank at the end of an epoch as anywhere else.
         """
-        micro = self.micro(size, world_size)
-        per_rank = self.accumulation_steps(max(size, self.global_batch_size or size), world_size)
-        mine = range(rank * per_rank, (rank + 1) * per_rank)
+        micro, mine = self.micro(size, world_size), self.block(size, rank, world_size)
         return [Slice(i, i * micro, min((i + 1) * micro, size)) for i in mine if i * micro < size]
+
+    def block(self, size: int, rank: int, world_size: int) -> range:
+        """Return the numbers of the micro-batches that are ``rank``'s, where they have samples."""
+        full = max(size, self.global_batch_size or size)
+        count = ceil_div(full, self.micro(size, world_size))
+        if not self.halving:
+            per_rank = ceil_div(count, world_size)
+            return range(rank * per_rank, (rank + 1) * per_rank)
+        block = range(count)
+        while world_size > 1:
+            world_size //= 2
+            left, right = halves(block)
+            block = right if rank & world_size else left
+        return block
 
     def steps_per_epoch(self, num_samples: int, drop_last: bool) -> int:
         """The number of global batches in ``num_samples`` samples."""
@@ -79,8 +95,14 @@ def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool) -> torch
     """
     if not shuffle:
         return torch.arange(num_samples)
-    generator = torch.Generator().manual_seed(stream_key(seed, epoch))
+    generator = torch.Generator().manual_seed(stream_key(seed, Stream.EPOCH_ORDER, epoch))
     return torch.randperm(num_samples, generator=generator)
+
+
+def halves(block: range) -> tuple[range, range]:
+    """Divide a contiguous block in two; the left one has the odd element."""
+    middle = ceil_div(block.start + block.stop, 2)
+    return range(block.start, middle), range(middle, block.stop)
 
 
 def ceil_div(a: int, b: int) -> int:

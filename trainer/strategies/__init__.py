@@ -8,8 +8,9 @@ from trainer.config import TrainerConfig, option_fields, show
 from trainer.instantiate import build_node
 from trainer.strategies.base import Strategy
 from trainer.strategies.ddp import DDPStrategy
+from trainer.strategies.fixed_order import FixedOrderDDP
 
-__all__ = ["DDPStrategy", "Strategy", "build_strategy"]
+__all__ = ["DDPStrategy", "FixedOrderDDP", "Strategy", "build_strategy"]
 
 
 def build_strategy(config: TrainerConfig) -> Strategy:
@@ -20,7 +21,7 @@ def build_strategy(config: TrainerConfig) -> Strategy:
     """
     options = {name: getattr(config, name) for name in inspect.signature(DDPStrategy).parameters}
     if config.strategy == "ddp":
-        return DDPStrategy(**options)
+        return FixedOrderDDP(**options) if config.reproducible else DDPStrategy(**options)
     defaults = option_fields(config)
     beside = {name: value for name, value in options.items() if value != defaults[name].default}
     if beside:
@@ -34,5 +35,11 @@ def build_strategy(config: TrainerConfig) -> Strategy:
         raise ValueError(
             f"strategy is a {type(built).__name__}; it must be `ddp` or a node whose _target_ is a "
             "trainer.strategies.Strategy"
+        )
+    if config.reproducible and not isinstance(built, FixedOrderDDP):
+        raise ValueError(
+            f"reproducible=true with the strategy {type(built).__name__}: the order in which it "
+            "adds gradients up is its own; use strategy=ddp, or derive yours from "
+            "trainer.strategies.FixedOrderDDP"
         )
     return built

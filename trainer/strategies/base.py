@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from trainer import distributed
+from trainer.data.loading import MicroBatch
 from trainer.data.plan import GlobalBatchPlan
 from trainer.step import StepModule
 
@@ -59,6 +60,9 @@ class Strategy:
     def no_sync(self) -> AbstractContextManager[None]:
         """Return the context for micro-batches after which gradients are not reduced yet."""
         raise NotImplementedError
+
+    def after_backward(self, micro: MicroBatch) -> None:
+        """Do what is left to do after each ``backward``; by default gradients just accumulate."""
 
     def teardown(self) -> None:
         """Let go of the wrapped module and its hooks on parameters."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trainer import distributed
-from trainer.comm_hooks import compress_hook
+from trainer.comm_hooks import Hook, compress_hook
 from trainer.data.plan import GlobalBatchPlan
 from trainer.step import StepModule
 from trainer.strategies.base import Strategy
@@ -99,8 +99,8 @@ class DDPStrategy(Strategy):
         self._wrapped = nn.parallel.DistributedDataParallel(
             step, device_ids=[device] if device.type == "cuda" else None, **options
         )
-        if self._comm_hook is not None:
-            hook = compress_hook(self._comm_hook, exact=step.extra_weight)
+        hook = self._hook(step)
+        if hook is not None:
             self._wrapped.register_comm_hook(None, hook)
         return self._wrapped
 
@@ -111,6 +111,11 @@ class DDPStrategy(Strategy):
     def teardown(self) -> None:
         """Drop the wrapper; DDP's hooks on the parameters go with it."""
         self._wrapped = None
+
+    def _hook(self, step: StepModule) -> Hook | None:
+        if self._comm_hook is None:
+            return None
+        return compress_hook(self._comm_hook, exact=step.extra_weight)
 
 
 def check_same_tensors(task: nn.Module) -> None:
