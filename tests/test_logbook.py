@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import math
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -13,11 +15,11 @@ from trainer import distributed, logbook
 from trainer.logbook import Logbook
 
 
-@pytest.mark.parametrize("fold_after", [1, 3, 1024])
+@pytest.mark.parametrize("stack_after", [1, 3, 1024])
 def test_a_mean_is_weighted_by_samples_or_by_what_is_given(
-    fold_after: int, monkeypatch: pytest.MonkeyPatch
+    stack_after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logbook, "FOLD_AFTER", fold_after)
+    monkeypatch.setattr(logbook, "STACK_AFTER", stack_after)
     book = Logbook()
     for number, (value, size) in enumerate([(1.0, 4), (2.0, 4), (5.0, 1)]):
         book.begin(number, 0, size)
@@ -71,11 +73,11 @@ def test_what_is_no_scalar_is_refused() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("fold_after", [2, 1024])
+@pytest.mark.parametrize("stack_after", [2, 1024])
 def test_the_first_loss_that_is_not_finite_is_named(
-    bad: float, fold_after: int, monkeypatch: pytest.MonkeyPatch
+    bad: float, stack_after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logbook, "FOLD_AFTER", fold_after)
+    monkeypatch.setattr(logbook, "STACK_AFTER", stack_after)
     book = Logbook()
     for step, value in enumerate([1.0, 2.0, 3.0, bad, 5.0, math.nan]):
         book.begin(step, 10 * step, 4)
@@ -96,6 +98,45 @@ def test_a_finite_loss_passes_and_evaluation_may_ask_for_any() -> None:
     book.add_loss(torch.tensor(math.nan), 1, is_total=False)
     assert math.isnan(book.reduce(finite_loss=False)["loss"])
     book.check_finite()
+
+
+def test_a_mean_is_the_nearest_float_whatever_the_order() -> None:
+    values = [1e16, 1.0, -1e16, 0.1, 1e-300, 3.0]
+    for order in (values, values[::-1], sorted(values)):
+        book = Logbook()
+        for value in order:
+            book.add("a", value, weight=1)
+        assert book.reduce() == {"a": float(sum(map(Fraction, values)) / 6)}
+
+
+def test_values_of_different_formats_are_not_rounded_to_a_common_one() -> None:
+    book, many = Logbook(), 2**24 + 1  # not a float32
+    for value in (torch.tensor(many), torch.tensor(1.0), 2.0):
+        book.add("a", value, weight=1)
+    assert book.reduce() == {"a": (many + 3) / 3}
+
+
+def test_pending_values_survive_a_checkpoint() -> None:
+    book, further, file = Logbook(), Logbook(), io.BytesIO()
+    for value in (0.1, 0.2, 1e20):
+        book.add("a", value, weight=0.3)
+    torch.save(book.state(), file)
+    file.seek(0)
+    further.restore(torch.load(file, weights_only=True))
+    for either in (book, further):
+        either.add("a", -1e20, weight=0.3)
+        either.add("b", 1.0, weight=1)
+    assert further.state() == book.state()
+    assert further.reduce() == book.reduce()
+    assert further.reduce() == further.state() == {}
+
+
+def test_a_loss_that_overflows_with_its_weight_is_named() -> None:
+    book = Logbook()
+    book.begin(3, 0, 2)
+    book.add_loss(torch.tensor(1e308, dtype=torch.float64), 100, is_total=False)
+    with pytest.raises(FloatingPointError, match="first at step 3"):
+        book.reduce()
 
 
 def shared() -> list[Any]:
@@ -121,3 +162,45 @@ def test_means_are_over_all_ranks_whatever_each_of_them_logs() -> None:
             {"late": 4.0},
             {"all": 1.0},
         ]
+
+
+def logged_everywhere(parts: int) -> list[Any]:
+    """Log the same 16 micro-batches at any world size, with a checkpoint after the first 8.
+
+    ``parts`` is the world size of the second half; less than there are ranks leaves some idle.
+    """
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(16, generator=generator) * 10.0 ** torch.arange(-8, 8)
+    rank, ranks = distributed.rank(), distributed.world_size()
+    book = Logbook()
+    found: list[Any] = []
+
+    def log(numbers: range, rank: int, ranks: int) -> None:
+        for number in numbers[rank::ranks] if rank < ranks else ():
+            book.begin(number, 0, number % 3 + 1)
+            book.add_loss(values[number], number % 3 + 1, is_total=False)
+            book.add("own", values[number] / 3, weight=float(values[number]) ** 2)
+            book.add("sum", values[number])
+
+    log(range(16), rank, ranks)
+    found.append(book.reduce())
+    log(range(8), rank, ranks)
+    state = book.state()
+    book = Logbook()
+    book.restore(state)
+    log(range(8, 16), rank, parts)
+    found.append(book.reduce())
+    return found
+
+
+def on_all_and_on_one(world_size: int) -> list[Any]:
+    return logged_everywhere(world_size) + logged_everywhere(1)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_means_have_the_same_bits_at_any_world_size(world_size: int) -> None:
+    expected, *_ = whole = logged_everywhere(1)
+    assert whole == [expected] * 2
+    for found in on_ranks(world_size, on_all_and_on_one, world_size):
+        assert found == [expected] * 4

@@ -1,18 +1,21 @@
 """Torchmetrics, whose states are combined by us: names, resets, and what is refused."""
 
+import io
+
 import pytest
 import torch
 import torchmetrics as tm
+from support import Regression, fit, on_ranks, samples
 from torchmetrics import classification, wrappers
 
-from trainer import metrics
+from trainer import distributed, metrics
 from trainer.metrics import _combine, _state
 
 CPU = torch.device("cpu")
 
 
 def place(**found):
-    return metrics.place(found, CPU)
+    return metrics.place(found, CPU, exact=False)
 
 
 def test_names_follow_the_values():
@@ -42,7 +45,7 @@ def test_without_an_update_there_is_no_value():
     )
     found = place(mean=tm.MeanMetric(), group=tm.MetricCollection([tm.MaxMetric()]), own=classwise)
     assert metrics.compute(found) == {}
-    assert metrics.compute({}) == {}
+    assert metrics.compute(place()) == {}
 
 
 def test_computing_leaves_the_states_and_a_reset_clears_them():
@@ -61,7 +64,8 @@ def test_computing_leaves_the_states_and_a_reset_clears_them():
 
 def test_the_values_of_a_compute_group_go_on_growing():
     group = tm.MetricCollection(
-        [classification.BinaryPrecision(), classification.BinaryRecall()], compute_groups=True
+        [classification.BinaryPrecision(), classification.BinaryRecall()],
+        compute_groups=[["BinaryPrecision", "BinaryRecall"]],
     )
     found = place(group=group)
     ones, mixed = torch.ones(4, dtype=torch.long), torch.tensor([1, 0, 0, 0])
@@ -70,6 +74,14 @@ def test_the_values_of_a_compute_group_go_on_growing():
     found["group"].update(ones, mixed)
     expected = {"group/BinaryPrecision": 5 / 8, "group/BinaryRecall": 1}
     assert metrics.compute(found) == metrics.compute(found) == expected
+
+
+def test_metrics_that_agree_at_first_do_not_share_a_state():
+    low, high = (classification.BinaryAccuracy(threshold=threshold) for threshold in (0.1, 0.9))
+    found = place(group=tm.MetricCollection({"low": low, "high": high}))
+    for score in (0.0, 0.5):
+        found["group"].update(torch.tensor([score]), torch.tensor([1]))
+    assert metrics.compute(found) == {"group/low": 0.5, "group/high": 0}
 
 
 def test_states_of_ranks_are_combined_by_their_own_rules():
@@ -122,3 +134,148 @@ def test_what_is_no_metric_is_refused():
 def test_a_window_over_updates_is_refused():
     with pytest.raises(ValueError, match="returned a Running, which follows the order of its upda"):
         place(recent=wrappers.Running(tm.SumMetric(), window=3))
+
+
+def every_kind():
+    """Sums of floats and of integers, lists, states without a reduction, and all of it nested."""
+    return {
+        "error": tm.MeanSquaredError(),
+        "half": tm.MeanMetric().set_dtype(torch.bfloat16),
+        "auroc": classification.BinaryAUROC(),
+        "pearson": tm.PearsonCorrCoef(),
+        "accuracy": classification.BinaryAccuracy(),
+        "max": tm.MaxMetric(),
+        "composed": tm.MeanSquaredError() + classification.BinaryAccuracy(),
+        "group": tm.MetricCollection(
+            {"error": tm.MeanSquaredError(), "rooted": tm.MeanSquaredError(squared=False)},
+            compute_groups=[["error", "rooted"]],
+        ),
+        "outputs": wrappers.MultioutputWrapper(tm.MeanAbsoluteError(), num_outputs=2),
+    }
+
+
+def update(found, numbers):
+    """Go through this rank's micro-batches among ``numbers``: of each step of 4, a block."""
+    for number in numbers:
+        if number % 4 * distributed.world_size() // 4 != distributed.rank():
+            continue
+        generator = torch.Generator().manual_seed(number)
+        outputs = torch.rand(3, generator=generator)
+        targets = torch.rand(3, generator=generator).round()
+        for name, metric in found.items():
+            if name in ("half", "max"):
+                metric.update(outputs)
+            elif name == "outputs":
+                metric.update(torch.stack([outputs] * 2, 1), torch.stack([targets] * 2, 1))
+            else:
+                is_class = name in ("auroc", "accuracy", "composed")
+                metric.update(outputs, targets.long() if is_class else targets)
+        metrics.after_update(found, (number, 0))
+
+
+def two_halves(exact, former=None):
+    """Measure 7 micro-batches, then 6 more; go on from there in other processes, too.
+
+    Returns:
+        The values at half-way; at the end, without and with a checkpoint between, and after the
+        first half at another world size (its checkpoint is ``former``); and a checkpoint.
+    """
+    first, second = range(7), range(7, 13)
+    found = metrics.place(every_kind(), CPU, exact)
+    update(found, first)
+    half = metrics.compute(found)
+    file = io.BytesIO()
+    torch.save(distributed.broadcast_object(metrics.state(found)), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    ends = []
+    for state in (None, saved, former or saved):
+        if state is not None:
+            found = metrics.place(every_kind(), CPU, exact)
+            metrics.restore(found, state)
+            assert metrics.compute(found) == (half if exact else pytest.approx(half, rel=1e-2))
+        update(found, second)
+        ends.append(metrics.compute(found))
+    return half, *ends, saved
+
+
+class Measured(Regression):
+    def build_metrics(self, split):
+        return {"error": tm.MeanSquaredError(), "pearson": tm.PearsonCorrCoef()}
+
+    def update_metrics(self, found, outputs, batch):
+        for metric in found.values():
+            metric.update(outputs, batch[1])
+
+
+def logged(folder):
+    """Fit on the ranks that are there; return what was logged."""
+    data = {"train": samples(21), "val": samples(9)}
+    sizes = {"global_batch_size": 8, "micro_batch_size": 2, "max_epochs": 1}
+    return fit(Measured(), folder, reproducible=True, **data, **sizes).metrics
+
+
+def everything(folder, former):
+    halves = {exact: two_halves(exact, former.get(exact)) for exact in (True, False)}
+    return halves, logged(folder)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return everything(tmp_path_factory.mktemp("alone"), {})
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_values_have_the_same_bits_at_any_world_size_if_asked_for(world_size, alone, tmp_path):
+    halves, in_fit = alone
+    former = {exact: found[-1] for exact, found in halves.items()}
+    exact_half, *exact_ends, _ = halves[True]
+    assert exact_ends == [exact_ends[0]] * 3
+    assert {"train/error", "train/pearson", "val/error", "val/pearson"} < in_fit.keys()
+    for found, found_in_fit in on_ranks(world_size, everything, tmp_path, former):
+        assert found_in_fit == in_fit
+        half, *ends, _ = found[True]
+        assert half == exact_half
+        assert ends == exact_ends
+        half, end, resumed, moved, _ = found[False]
+        assert resumed == end, "the same world size goes on where it was"
+        for value, expected in ((half, exact_half), (end, exact_ends[0]), (moved, exact_ends[0])):
+            assert value == pytest.approx(expected, rel=1e-2)
+    # And back to one process.
+    again = metrics.place(every_kind(), CPU, exact=True)
+    metrics.restore(again, found[True][-1])
+    update(again, range(7, 13))
+    assert metrics.compute(again) == exact_ends[0]
+
+
+def test_the_usual_mode_takes_nothing_out():
+    found = place(error=tm.MeanSquaredError())
+    found["error"].update(torch.ones(2), torch.zeros(2))
+    metrics.after_update(found, (0, 0))
+    assert not found.fresh
+    assert found["error"].total == 2
+
+
+def test_a_reset_forgets_what_was_taken_out():
+    found = metrics.place(every_kind(), CPU, exact=True)
+    update(found, range(2))
+    metrics.compute(found)
+    update(found, range(2, 4))
+    metrics.reset(found)
+    assert metrics.compute(found) == {}
+
+
+def test_metrics_that_have_changed_start_anew(capsys):
+    found = place(error=tm.MeanSquaredError(), gone=tm.MaxMetric(), same=tm.MinMetric())
+    for metric in found.values():
+        metric.update(*(torch.ones(2), torch.zeros(2))[: 1 + (metric is found["error"])])
+    state = metrics.state(found)
+    other = place(error=tm.MaxMetric(), new=tm.MaxMetric(), same=tm.MinMetric())
+    metrics.restore(other, state)
+    assert metrics.compute(other) == {"same": 1}
+    assert "other train metrics than before, which start anew: error, gone, new" in (
+        capsys.readouterr().out
+    )
+    metrics.restore(other, {})
+    assert metrics.compute(other) == {}

@@ -33,7 +33,7 @@ def test_an_optimizer_alone_has_one_constant_rate() -> None:
     schedule.after_validation({})
     assert isinstance(optimizer, SGD)
     assert schedule.named_rates() == {"train/lr": 0.1}
-    assert schedule.state_dict() == {}
+    assert schedule.state_dict() == {"rates": [0.1], "scheduler": {}}
 
 
 @pytest.mark.parametrize(("interval", "rate"), [(None, 0.025), ("step", 0.025), ("epoch", 0.05)])
@@ -78,6 +78,13 @@ def test_a_schedule_goes_on_from_its_state() -> None:
     other.load_state_dict(optimizer.state_dict())
     resumed.after_step()
     assert other.param_groups[0]["lr"] == pytest.approx(0.1 / 16)
+
+
+@pytest.mark.parametrize(("interval", "rate"), [("step", 0.1 / 8), ("epoch", 0.1 / 2)])
+def test_a_new_schedule_is_brought_to_where_a_run_stands(interval: str, rate: float) -> None:
+    optimizer, schedule = configured(halving, interval=interval)
+    schedule.advance_to(step=3, epoch=1)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
 
 
 def of_another_optimizer(optimizer: torch.optim.Optimizer) -> LambdaLR:

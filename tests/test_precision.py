@@ -110,6 +110,20 @@ def test_a_run_may_go_on_in_another_precision(
     assert result.stepped == [True]
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_loss_scale_means_the_same_on_any_number_of_ranks(ranks: int) -> None:
+    cpu = torch.device("cpu")
+    one, several = Precision("fp16", cpu, 1), Precision("fp16", cpu, ranks)
+    for precision in (one, several):
+        precision.scaler.scale(torch.ones(()))
+    assert several.scaler.get_scale() * ranks == pytest.approx(one.scaler.get_scale())
+    one.scaler.update(512.0)
+    several.load_state_dict(one.state_dict())
+    assert several.scaler.get_scale() * ranks == pytest.approx(512)
+    one.load_state_dict(several.state_dict())
+    assert one.scaler.get_scale() == 512
+
+
 def test_half_precision_keeps_its_weights_in_full_precision(tmp_path: Path) -> None:
     full = watch(tmp_path / "fp32")
     half = watch(tmp_path / "bf16", precision="bf16")

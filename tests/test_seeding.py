@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from support import Regression, assert_equal_bits, fit, samples
 
 from trainer import Trainer, seed_everything
-from trainer.seeding import seed_stream
+from trainer.seeding import OwnStream, Stream, seed_generators, seed_stream, stream_key
 
 CPU = torch.device("cpu")
 
@@ -37,14 +40,52 @@ def test_a_trainer_seeds_when_it_is_constructed() -> None:
 
 
 def test_a_stream_is_a_function_of_seed_step_and_number() -> None:
-    def stream(*key: int) -> list[float]:
+    def stream(*key: Any) -> tuple[float, float, float]:
         seed_stream(CPU, *key)
-        return torch.rand(4).tolist()
+        return draw()
 
-    keys = [(seed, step, number) for seed in (0, 1) for step in range(9) for number in range(9)]
-    streams = {key: tuple(stream(*key)) for key in keys}
-    assert len(set(streams.values())) == len(keys)
-    assert tuple(stream(1, 2, 3)) == streams[1, 2, 3]
+    keys: list[Any] = list(itertools.product((0, 1), range(9), range(9)))
+    keys += [(1, 2, 3, Stream.GLOBAL_LOSS), (1, 2, 3, Stream.EVALUATION_FORWARD)]
+    streams = {key: stream(*key) for key in keys}
+    for of_generator in zip(*streams.values(), strict=True):
+        assert len(set(of_generator)) == len(keys)
+    assert stream(1, 2, 3) == stream(1, 2, 3, Stream.FORWARD) == streams[1, 2, 3]
+
+
+def test_no_two_uses_share_a_stream() -> None:
+    places = [(), *((a,) for a in range(30)), *itertools.product(range(30), range(30))]
+    keys = {stream_key(seed, use, *place) for seed in (0, 1) for use in Stream for place in places}
+    assert len(keys) == 2 * len(Stream) * len(places)
+    assert all(0 <= key < 2**63 for key in keys)
+    # A run that goes on with a newer version needs the same streams.
+    assert [use.value for use in Stream] == list(range(len(Stream)))
+    assert stream_key(0, Stream.EPOCH_ORDER) == 6017775124710473527
+    assert stream_key(3, Stream.SAMPLE, 1, 2) == 2804849083209431636
+
+
+def test_an_own_stream_is_drawn_in_pieces_that_nobody_notices() -> None:
+    seed_generators(7)
+    whole = [draw() for _ in range(4)]
+    seed_generators(1)
+    outside = [draw() for _ in range(3)]
+    seed_generators(1)
+    own = OwnStream(7)
+    found, between = [], [draw()]
+    for count in (1, 3):
+        with own:
+            found += [draw() for _ in range(count)]
+        between.append(draw())
+    assert found == whole
+    assert between == outside
+
+
+def test_an_own_stream_ends_with_an_error_too() -> None:
+    seed_generators(1)
+    expected = draw()
+    seed_generators(1)
+    with pytest.raises(KeyError), OwnStream(7):
+        raise KeyError(draw())
+    assert draw() == expected
 
 
 def test_another_seed_is_another_order(tmp_path: Path) -> None:

@@ -592,7 +592,7 @@ def test_resuming_with_another_order_of_samples_is_refused(
     options = {"max_steps": 1, "global_batch_size": 2, "seed": 0}
     fit(Regression(), tmp_path, train=samples(8), **options)
     name = next(iter(change))
-    with pytest.raises(ValueError, match=f"another order of the samples: {name} "):
+    with pytest.raises(ValueError, match=rf"another experiment:\n  data: {name} "):
         fit(Regression(), tmp_path, train=samples(8), resume="auto", **{**options, **change})
 
 

@@ -9,6 +9,7 @@ from trainer.loggers import Logger
 from trainer.run import FitResult
 from trainer.seeding import seed_everything
 from trainer.task import OptimizerSetup, TaskModule, WeightedLoss
+from trainer.verify.report import VerifyReport
 
 __all__ = [
     "Callback",
@@ -18,6 +19,7 @@ __all__ = [
     "OptimizerSetup",
     "TaskModule",
     "Trainer",
+    "VerifyReport",
     "WeightedLoss",
     "hydra_main",
     "load_task",

@@ -6,9 +6,10 @@ What a rank then does is in ``trainer.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +18,7 @@ from trainer.callbacks import Callback, default_callbacks
 from trainer.config import TrainerConfig
 from trainer.contract import check_contract
 from trainer.data.module import DataModule, as_data_module
+from trainer.determinism import deterministic_algorithms
 from trainer.instantiate import instantiate_all
 from trainer.launcher import in_child, launch
 from trainer.loggers import Logger, default_loggers
@@ -26,6 +28,9 @@ from trainer.session import Session
 from trainer.state import TrainState
 from trainer.task import RunFacts, TaskModule
 from trainer.trainer import Training
+
+if TYPE_CHECKING:
+    from trainer.verify.report import VerifyReport
 
 
 class Trainer:
@@ -156,6 +161,38 @@ class Trainer:
             self._predict, ckpt_path is not None, task, module, ckpt_path, output_dir
         )
 
+    def verify(
+        self,
+        task: TaskModule,
+        data: DataModule | None = None,
+        *,
+        train: Any = None,
+        steps: int = 20,
+    ) -> VerifyReport:
+        """Compare a few training steps on one process with the same on ``devices`` (at least 2).
+
+        Everything runs in processes of its own: ``task`` stays as it is, nothing is validated,
+        logged or saved. The report is also written to ``verify.json`` and ``verify.png`` in the
+        run's folder.
+
+        Args:
+            task: What a fit would train.
+            data: Where the samples come from; or give ``train`` instead.
+            train: The training data.
+            steps: How many steps to compare, at most ``max_steps``.
+
+        Returns:
+            What was found, also where the runs failed: ``passed``, ``checks``, and as text.
+
+        Raises:
+            ValueError: If the task is incomplete, or ranks cannot be started from here.
+        """
+        from trainer.verify.verification import verify
+
+        check_contract(task, to_fit=True)
+        module = as_data_module(data, train=train)
+        return verify(self.config, self._on_rank, task, module, steps)
+
     def _launch(
         self, job: Callable[..., Any], changes_weights: bool, task: TaskModule, *args: Any
     ) -> Any:
@@ -178,7 +215,8 @@ class Trainer:
         matmul_precision = torch.get_float32_matmul_precision()
         try:
             torch.set_float32_matmul_precision(self.config.matmul_precision or matmul_precision)
-            result = job(task, *args)
+            with deterministic_algorithms() if self.config.reproducible else nullcontext():
+                result = job(task, *args)
         finally:
             torch.set_float32_matmul_precision(matmul_precision)
             task.run = RunFacts()

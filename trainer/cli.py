@@ -22,6 +22,7 @@ from trainer.composition import (
 )
 from trainer.failures import RankError, RemoteTraceback
 from trainer.instantiate import build_node
+from trainer.verify.report import VerifyReport
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -68,14 +69,14 @@ def run(cfg: DictConfig | dict[str, Any]) -> Any:
 
     Args:
         cfg: The keys are ``task`` and ``data`` (nodes with a ``_target_``), ``trainer`` (options),
-            ``callbacks`` and ``logger`` (name -> node), ``mode`` (fit, validate, test or predict),
-            ``test`` (after fit, test the best weights), ``ckpt_path`` (the weights to validate,
-            test or predict with: ``best``, ``last`` or a path) and ``optimized_metric``.
+            ``callbacks`` and ``logger`` (name -> node), ``mode`` (fit, validate, test, predict or
+            verify), ``test`` (after fit, test the best weights), ``ckpt_path`` (the weights to
+            validate, test or predict with: ``best``, ``last`` or a path) and ``optimized_metric``.
 
     Returns:
         The metric that ``optimized_metric`` names, for sweepers; where there is none, what the mode
-        returns: a `FitResult`, the metrics or the predictions (which are also written to
-        ``predictions.pt`` in the run's folder). None on ranks other than 0.
+        returns: a `FitResult`, the metrics, a `VerifyReport` or the predictions (which are also
+        written to ``predictions.pt`` in the run's folder). None on ranks other than 0.
 
     Raises:
         ValueError: For a mistake in the config.
@@ -97,6 +98,8 @@ def run(cfg: DictConfig | dict[str, Any]) -> Any:
     task = build_node(cfg.task, "task")
 
     mode, ckpt_path = cfg.get("mode", "fit"), cfg.get("ckpt_path")
+    if mode == "verify":
+        return _show(trainer.verify(task, data))
     if mode != "fit" and not launched_rank(options):
         ckpt_path = _find_weights(ckpt_path, options["run_dir"])
     if mode == "predict":
@@ -238,6 +241,18 @@ def _keep(predictions: Any, run_dir: str | None) -> Any:
         torch.save(predictions, path)
         print(f"predictions: {path}")
     return predictions
+
+
+def _show(report: VerifyReport) -> VerifyReport:
+    """Print the report; on the command line, end with exit code 1 if a check failed."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    print(report, flush=True)
+    is_program = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.RUN
+    if is_program and not report.passed:
+        sys.exit(1)
+    return report
 
 
 def _print_metrics(metrics: Mapping[str, float] | None) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 HYDRA_VERSION = "1.3"
-MODES = ("fit", "validate", "test", "predict")
+MODES = ("fit", "validate", "test", "predict", "verify")
 
 # The top level of every config, with its defaults; `task` and `data` come from the project.
 DEFAULTS: dict[str, Any] = {
@@ -100,10 +100,11 @@ def check_config(cfg: DictConfig) -> dict[str, Any]:
         raise ValueError(f"mode={cfg.mode} is not known; it must be one of {', '.join(MODES)}")
     if not isinstance(cfg.get("test", False), bool):
         raise ValueError(f"test={cfg.test} is not allowed; it must be true or false")
-    if cfg.get("ckpt_path") is not None and cfg.get("mode", "fit") == "fit":
+    if cfg.get("ckpt_path") is not None and cfg.get("mode", "fit") in ("fit", "verify"):
         raise ValueError(
-            f"ckpt_path={cfg.ckpt_path} with mode=fit: it names the weights to validate, test or "
-            "predict with; to go on training from a checkpoint set trainer.resume"
+            f"ckpt_path={cfg.ckpt_path} with mode={cfg.get('mode', 'fit')}: it names the weights "
+            "to validate, test or predict with; to go on from a checkpoint set trainer.resume, to "
+            "start a new run from its weights trainer.init_from"
         )
     for key in ("task", "data"):
         node = cfg.get(key)
@@ -165,6 +166,10 @@ def check_command_line(
             check_targets(OmegaConf.to_container(node, resolve=False) if raw else node, key)
         check_writable(Path(options.get("run_dir") or "outputs"))
         rank = launched_rank(options)
+        if cfg.get("mode") == "verify":
+            from trainer.verify.runs import check_can_start
+
+            check_can_start(TrainerConfig.from_options(options))
         if multirun and rank is not None:
             raise ValueError(
                 "--multirun under torchrun or srun: every rank would run a sweep of its own; start "

@@ -40,7 +40,10 @@ def option(
         choices: The strings allowed; empty means any.
     """
     limits = {"at_least": at_least, "above": above, "choices": tuple(choices)}
-    return field(default=default, metadata={"doc": doc, **limits})
+    metadata = {"doc": doc, **limits}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass
@@ -162,6 +165,21 @@ class TrainerConfig:
     gradient_clip_norm: float | None = option(
         None, "Clip the gradients' global L2 norm to this, right before the step.", above=0
     )
+    lr_scaling: str = option(
+        "none",
+        "The learning rate follows the global batch, which is k times `lr_reference_batch_size`: "
+        "`linear` multiplies it by k (SGD); `sqrt` by the root of k, and changes betas and eps too "
+        "(Adam).",
+        choices=("none", "linear", "sqrt"),
+    )
+    lr_reference_batch_size: int | None = option(
+        None,
+        "The global batch that the task's learning rate is meant for; required by `lr_scaling`.",
+        at_least=1,
+    )
+    lr_warmup_steps: int = option(
+        0, "Steps in which a rate that `lr_scaling` makes larger rises to that.", at_least=0
+    )
     seed: int = option(0, "Of everything random: data order, dropout, initial weights.", at_least=0)
     reproducible: bool = option(
         False,
@@ -206,6 +224,17 @@ class TrainerConfig:
         None,
         "Go on from a checkpoint: a path, or `auto` for the newest valid one of this `run_dir`.",
     )
+    accept_changes: list[str] = option(  # noqa: RUF009
+        [],
+        "What may differ from the run that `resume` goes on with; anything else that does is "
+        "refused.",
+        choices=("model", "optimizer", "schedule", "data"),
+    )
+    init_from: str | None = option(
+        None,
+        "Start a new run from these weights: a checkpoint or a `.safetensors` file. A checkpoint "
+        "that `resume` finds comes first.",
+    )
     timeout_s: float = option(300.0, "The longest that a collective may wait.", above=0)
     num_threads: int | str = option(
         "auto",
@@ -223,6 +252,9 @@ class TrainerConfig:
         self.precision = _canonical_precision(self.precision)
         self.run_dir = _plain_path(self.run_dir)
         self.resume = _plain_path(self.resume)
+        self.init_from = _plain_path(self.init_from)
+        if isinstance(self.accept_changes, tuple):
+            self.accept_changes = list(self.accept_changes)
         if isinstance(self.checkpoint, Mapping):
             self.checkpoint = _build(CheckpointConfig, self.checkpoint, "checkpoint.")
         _check_strategy(self.strategy)
@@ -283,10 +315,36 @@ class TrainerConfig:
                     f"reproducible=true together with {name}={show(given)}: what it computes "
                     f"depends on the number of ranks; leave one of them out"
                 )
+        if self.accept_changes and self.resume is None:
+            raise ValueError(
+                f"accept_changes={show(self.accept_changes)} without resume has no effect: it says "
+                "what may differ from the run that is resumed; leave it out, or set resume"
+            )
+        self._check_lr_scaling()
         if self.num_nodes > 1 and self.launcher == "self":
             raise ValueError(
                 f"num_nodes={self.num_nodes} with launcher=self: a process can start ranks on its "
                 "own machine only; start the script with torchrun or srun on every machine"
+            )
+
+
+    def _check_lr_scaling(self) -> None:
+        if self.lr_scaling != "none":
+            if self.lr_reference_batch_size is None:
+                raise ValueError(
+                    f"lr_scaling={self.lr_scaling} without lr_reference_batch_size; give the "
+                    "global batch size that the task's learning rate is meant for"
+                )
+        elif self.lr_reference_batch_size is not None:
+            raise ValueError(
+                f"lr_reference_batch_size={self.lr_reference_batch_size} with lr_scaling=none has "
+                "no effect; set lr_scaling=linear or sqrt, or leave it out"
+            )
+        elif self.lr_warmup_steps:
+            raise ValueError(
+                f"lr_warmup_steps={self.lr_warmup_steps} with lr_scaling=none has no effect: it is "
+                "the way from the task's learning rate to the scaled one. Set lr_scaling, or let "
+                "a scheduler from the task's configure_optimizers warm up (LinearLR)"
             )
 
 
@@ -349,6 +407,8 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 def _fits(value: Any, hint: Any) -> bool:
     members = _members(hint)
+    if get_origin(hint) is list:
+        return isinstance(value, list) and all(_fits(v, get_args(hint)[0]) for v in value)
     if isinstance(value, bool):  # a bool is an int to Python, and a mistake to us
         return bool in members
     if isinstance(value, int) and float in members:
@@ -358,6 +418,8 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def _within(value: Any, spec: Field[Any]) -> bool:
     limits = spec.metadata
+    if isinstance(value, list):
+        return all(_within(entry, spec) for entry in value)
     if isinstance(value, str):
         return not limits["choices"] or value in limits["choices"]
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -373,6 +435,8 @@ def allowed(spec: Field[Any], hint: Any) -> str:
     if is_dataclass(hint):
         return f"a mapping of {', '.join(option_fields(hint))}"
     limits = spec.metadata
+    if get_origin(hint) is list:
+        return f"a list of {allowed(spec, get_args(hint)[0])}"
     words = []
     for member in _members(hint):
         if member is bool:
@@ -395,6 +459,8 @@ def show(value: Any) -> str:
     """Write a value as YAML and the command line would."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
     return str(value) if isinstance(value, int | float) else repr(value)
 
 

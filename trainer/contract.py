@@ -11,7 +11,9 @@ from torch import nn
 from trainer.task import RunFacts, TaskModule, WeightedLoss
 
 CONTRACT = tuple(
-    name for name in vars(TaskModule) if not name.startswith("_") and name not in ("run", "forward")
+    name
+    for name in vars(TaskModule)
+    if not name.startswith("_") and name not in ("run", "global_loss", "forward")
 )
 
 WRITE = {
@@ -62,6 +64,11 @@ def check_contract(task: nn.Module, to_fit: bool = False) -> None:
                 f"TaskModule.{name}; give the attribute another name (self.{name}_fn, say) and "
                 f"keep {name} for the method"
             )
+    if not isinstance(task.global_loss, bool):
+        raise ValueError(
+            f"{type(task).__name__}.global_loss is a {type(task.global_loss).__name__}; it is "
+            "True or False: whether loss(outputs, batch) gets the whole global batch"
+        )
     if "run" in hidden and not isinstance(task.run, RunFacts):
         raise ValueError(
             f"{type(task).__name__} sets self.run, which the Trainer uses for the facts of the run "

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch.utils import deterministic
+import torch.utils.deterministic
 
 
 @contextmanager
@@ -19,6 +20,7 @@ def deterministic_algorithms() -> Iterator[None]:
     """
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    deterministic: Any = torch.utils.deterministic  # a module with a property
     fill, benchmark = deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark
     # cuBLAS reads it when it is used first, and torch insists on it.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

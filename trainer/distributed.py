@@ -173,6 +173,29 @@ def run_once_per_machine(fn: Callable[[], object], timeout_s: float) -> None:
             raise failure_there.error()
 
 
+def on_first_rank(fn: Callable[[], T]) -> T:
+    """Return what ``fn()`` returns on rank 0, on every rank. It must be picklable.
+
+    If it raises there, every rank raises the same exception.
+    """
+    if world_size() == 1:
+        return fn()
+    value: Any = None
+    failure: Failure | None = None
+    if rank() == 0:
+        try:
+            value = fn()
+        except Exception as error:
+            failure = Failure.of(error, 0, "in work on behalf of all ranks")
+            broadcast_object((None, failure))
+            raise
+    value, failure = broadcast_object((value, failure))
+    if failure is not None:
+        raise failure.error()
+    result: T = value
+    return result
+
+
 def broadcast_object(value: T, src: int = 0) -> T:
     """Return rank ``src``'s picklable ``value`` on every rank."""
     if world_size() == 1:
@@ -205,6 +228,19 @@ def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
     if world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
+
+
+def all_gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return every rank's ``tensor``, in rank order, along a new first dimension.
+
+    Its shape and dtype must agree on every rank.
+    """
+    gathered = tensor.new_empty((world_size(), *tensor.shape))
+    if world_size() > 1:
+        dist.all_gather(list(gathered), tensor)
+    else:
+        gathered[0] = tensor
+    return gathered
 
 
 def broadcast_tensor(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:

@@ -16,8 +16,10 @@ import torch
 from trainer import distributed, metrics
 from trainer.contract import weigh
 from trainer.data.loading import Batches
+from trainer.global_loss import GlobalLoss, Part
 from trainer.logbook import Logbook
 from trainer.precision import Precision
+from trainer.seeding import Stream, seed_stream
 from trainer.task import TaskModule, WeightedLoss
 from trainer.trees import to_device
 
@@ -26,7 +28,7 @@ class EvaluationSet(NamedTuple):
     """What is evaluated under one prefix, ``val`` or ``val/<set>``."""
 
     batches: Batches
-    metrics: dict[str, Any]
+    metrics: metrics.MetricSet
 
 
 def evaluate(
@@ -35,6 +37,7 @@ def evaluate(
     split: str,
     precision: Precision,
     device: torch.device,
+    seed: int,
 ) -> dict[str, float]:
     """Return the loss, the logged values and the metrics of every set, over all ranks.
 
@@ -46,6 +49,7 @@ def evaluate(
         split: ``val`` or ``test``.
         precision: For autocast.
         device: Where ``task`` is.
+        seed: Seed of the run.
     """
     values: dict[str, float] = {}
     distributed.share_buffers(task)
@@ -53,21 +57,38 @@ def evaluate(
         logbook = Logbook()
         metrics.reset(set_metrics)
         with evaluating(task, split, logbook):
+            number = 0
+            parts: list[Part] = []
+            global_loss = GlobalLoss(task, logbook)
             for micro in batches.epoch(0):
-                if micro.batch is None:
-                    continue
-                batch = to_device(micro.batch, device)
-                logbook.begin(task.run.step, micro.position, micro.num_samples)
-                with precision.autocast():
-                    outputs = task.eval_forward(batch)
-                    loss = task.loss(outputs, batch)
-                value, weight = weigh(loss, micro.num_samples, needs_grad=False)
-                if value is not None:
-                    logbook.add_loss(value, weight, is_total=isinstance(loss, WeightedLoss))
-                task.update_metrics(set_metrics, outputs, batch)
+                if micro.batch is not None:
+                    seed_stream(device, seed, 0, micro.position, Stream.EVALUATION_FORWARD)
+                    batch = to_device(micro.batch, device)
+                    logbook.begin(task.run.step, micro.position, micro.num_samples)
+                    with precision.autocast():
+                        outputs = task.eval_forward(batch)
+                        if task.global_loss:
+                            parts.append(Part(outputs, batch, micro.num_samples))
+                        else:
+                            _record(task.loss(outputs, batch), micro.num_samples, logbook)
+                    task.update_metrics(set_metrics, outputs, batch)
+                    metrics.after_update(set_metrics, logbook.place)
+                if task.global_loss and micro.is_last:  # the end of a global batch, on every rank
+                    number += 1
+                    seed_stream(device, seed, 0, number, Stream.GLOBAL_LOSS)
+                    with precision.autocast():
+                        loss = global_loss(parts, micro.global_size)
+                    _record(loss, micro.global_size, logbook)
+                    parts.clear()
             found = metrics.merged(logbook.reduce(finite_loss=False), metrics.compute(set_metrics))
         values.update({f"{prefix}/{name}": value for name, value in found.items()})
     return values
+
+
+def _record(loss: Any, num_samples: int, logbook: Logbook) -> None:
+    value, weight = weigh(loss, num_samples, needs_grad=False)
+    if value is not None:
+        logbook.add_loss(value, weight, is_total=isinstance(loss, WeightedLoss))
 
 
 def predict(
@@ -75,6 +96,7 @@ def predict(
     batches: Batches,
     precision: Precision,
     device: torch.device,
+    seed: int,
     output_dir: Path | None,
 ) -> Any:
     """Return ``task.predict`` of every sample, in dataset order, on rank 0 (None elsewhere).
@@ -95,6 +117,7 @@ def predict(
         for micro in batches.epoch(0):
             if micro.batch is None:
                 continue
+            seed_stream(device, seed, 0, micro.position, Stream.EVALUATION_FORWARD)
             with precision.autocast():
                 outputs = task.predict(to_device(micro.batch, device))
             outputs = to_device(outputs, torch.device("cpu"))

@@ -1,7 +1,8 @@
 """What is logged between two events: kept as it comes, summed and shared at the event.
 
 An ordinary step only appends a detached tensor to a list. At an event the values become one sum
-and one weight per name, in float64, and travel in one packed all-reduce.
+and one weight per name, and travel in one packed all-reduce. The sums are exact (see
+``exact_sum.py``), so a mean has the same bits at any world size if its values have.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import Any
 import torch
 
 from trainer import distributed
+from trainer.exact_sum import ExactSum, pack, unpack
 
-# Values of one name that are kept apart before they are folded into a sum on their device.
-FOLD_AFTER = 1024
+# Values of one name that are kept apart before they are stacked into one tensor on their device.
+STACK_AFTER = 1024
 
 
 class NotFiniteError(ValueError, FloatingPointError):
@@ -27,26 +29,37 @@ class Logbook:
 
     Attributes:
         has_weight: Whether this rank has recorded a loss in the current step.
+        place: Step and position of the current micro-batch.
     """
 
     def __init__(self) -> None:
         self.has_weight = False
-        # Per name: the values that came since the last fold, their weights, and folded sums.
+        self.place = (0, 0)
+        # Per name: the values that came since the last stack, their weights, and the stacks, of
+        # shape (2, values): value times weight, and weight.
         self._values: dict[str, list[torch.Tensor | float]] = defaultdict(list)
         self._weights: dict[str, list[torch.Tensor | float]] = defaultdict(list)
-        self._folded: dict[str, list[torch.Tensor]] = defaultdict(list)
+        self._stacks: dict[str, list[torch.Tensor]] = defaultdict(list)
+        self._restored: dict[str, tuple[ExactSum, ExactSum]] = {}
         self._names: list[str] = []  # agreed by all ranks
         self._num_samples = 0
-        self._place = (0, 0)  # step and position of the current micro-batch
+        self._is_counted = True
         self._loss_places: list[tuple[int, int, int]] = []
-        self._loss_finite: list[torch.Tensor] = []
 
-    def begin(self, step: int, position: int, num_samples: int) -> None:
-        """Say to which micro-batch the values that follow belong."""
-        if step != self._place[0]:
+    def begin(self, step: int, position: int, num_samples: int, *, is_counted: bool = True) -> None:
+        """Say to which micro-batch the values that follow belong.
+
+        Args:
+            step: The optimizer step.
+            position: Position of its first sample in the epoch.
+            num_samples: Its number of samples.
+            is_counted: Whether the values count; not where another rank records the same ones.
+        """
+        if step != self.place[0]:
             self.has_weight = False
         self._num_samples = num_samples
-        self._place = (step, position)
+        self._is_counted = is_counted
+        self.place = (step, position)
 
     def add(self, name: str, value: torch.Tensor | float, weight: float | None = None) -> None:
         """Record one value of a mean.
@@ -70,7 +83,8 @@ class Logbook:
     ) -> None:
         """Record a micro-batch's loss: a mean, or the total over ``weight``."""
         self.has_weight = True
-        self._loss_places.append((*self._place, self._num_samples))
+        if self._is_counted:
+            self._loss_places.append((*self.place, self._num_samples))
         self._append("loss", value.detach() / weight if is_total else value, weight)
 
     def reduce(self, *, finite_loss: bool = True) -> dict[str, float]:
@@ -84,16 +98,41 @@ class Logbook:
         Raises:
             NotFiniteError: If a loss was NaN or infinite; the message says where.
         """
-        sums = {name: self._sum(name) for name in (*self._values, *self._folded)}
-        means = self._share(sums)
+        means = {name: total / weight for name, (total, weight) in self._shared().items() if weight}
         if finite_loss and not math.isfinite(means.get("loss", 0.0)):
             self._raise_not_finite()
         self._values.clear()
         self._weights.clear()
-        self._folded.clear()
+        self._stacks.clear()
+        self._restored = {}
         self._loss_places.clear()
-        self._loss_finite.clear()
         return means
+
+    def state(self) -> dict[str, Any]:
+        """Return what the next `reduce` would reckon with, as plain values, for `restore`.
+
+        Must be called on every rank.
+
+        Returns:
+            By name, the exact sums of value times weight and of weight over all ranks; the same on
+            every rank.
+        """
+        return {
+            name: [total.state(), weight.state()]
+            for name, (total, weight) in self._shared().items()
+            if total or weight
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Let the next `reduce` reckon with what `state` returned, at any world size.
+
+        Must be called on every rank.
+        """
+        if distributed.rank() == 0:  # the sums are over all ranks, and count once
+            self._restored = {
+                name: (ExactSum.restored(total), ExactSum.restored(weight))
+                for name, (total, weight) in state.items()
+            }
 
     def check_finite(self) -> None:
         """Refuse to go on if a loss since the last `reduce` is not finite, on any rank.
@@ -108,58 +147,54 @@ class Logbook:
             self._raise_not_finite()
 
     def _append(self, name: str, value: Any, weight: torch.Tensor | float) -> None:
+        if not self._is_counted:
+            return
         values = self._values[name]
         values.append(_scalar(value) if isinstance(value, torch.Tensor) else float(value))
         self._weights[name].append(weight)
-        if len(values) >= FOLD_AFTER:
-            self._fold(name)
+        if len(values) >= STACK_AFTER:
+            self._stack(name)
 
-    def _fold(self, name: str) -> None:
-        values = _stack(self._values.pop(name))
-        weights = _stack(self._weights.pop(name)).to(values.device)
-        if name == "loss":
-            self._loss_finite.append(values.isfinite())
-        # A weight of 0 means that the value does not count, not even if it is NaN.
-        products = torch.where(weights == 0, 0.0, values * weights)
-        self._folded[name].append(torch.stack([products.sum(), weights.sum()]))
-
-    def _sum(self, name: str) -> tuple[float, float]:
+    def _stack(self, name: str) -> None:
         if name in self._values:
-            self._fold(name)
-        total, weight = torch.stack(self._folded[name]).sum(dim=0).tolist()
+            values = _stacked(self._values.pop(name))
+            weights = _stacked(self._weights.pop(name)).to(values.device)
+            # A weight of 0 means that the value does not count, not even if it is NaN.
+            products = torch.where(weights == 0, 0.0, values * weights)
+            self._stacks[name].append(torch.stack([products, weights]))
+
+    def _sum(self, name: str) -> tuple[ExactSum, ExactSum]:
+        """Add up this rank's values times weights, and weights."""
+        self._stack(name)
+        total, weight = self._restored.get(name, (ExactSum(), ExactSum()))
+        for products, weights in (stack.tolist() for stack in self._stacks.get(name, ())):
+            total, weight = total + ExactSum.of(products), weight + ExactSum.of(weights)
         return total, weight
 
-    def _share(self, sums: dict[str, tuple[float, float]]) -> dict[str, float]:
+    def _shared(self) -> dict[str, tuple[ExactSum, ExactSum]]:
         """Add up the ranks' sums in one all-reduce; the ranks agree on its layout beforehand."""
-        unknown = sorted(set(sums) - set(self._names))
-        packed = self._pack(sums, len(unknown))
-        if packed[0]:
+        names = {*self._values, *self._stacks, *self._restored}
+        sums = {name: self._sum(name) for name in names}
+        unknown = sorted(names.difference(self._names))
+        header, *shared = self._added(sums, len(unknown))
+        if header:
             # Some rank has a name that the others may not have: exchange names, once.
             every = distributed.all_gather_object(unknown)
             self._names += sorted({name for names in every for name in names})
-            packed = self._pack(sums, 0)
-        pairs = zip(packed[1::2], packed[2::2], strict=True)
-        return {
-            name: total / weight
-            for name, (total, weight) in zip(self._names, pairs, strict=True)
-            if weight
-        }
+            _, *shared = self._added(sums, 0)
+        return dict(zip(self._names, zip(shared[::2], shared[1::2], strict=True), strict=True))
 
-    def _pack(self, sums: dict[str, tuple[float, float]], unknown: int) -> list[float]:
-        numbers = [float(unknown)]
-        for name in self._names:
-            numbers += sums.get(name, (0.0, 0.0))
-        packed = torch.tensor(numbers, dtype=torch.float64)
-        result: list[float] = distributed.all_reduce_sum(packed).tolist()
-        return result
+    def _added(self, sums: dict[str, tuple[ExactSum, ExactSum]], unknown: int) -> list[ExactSum]:
+        nothing = (ExactSum(), ExactSum())
+        own = [part for name in self._names for part in sums.get(name, nothing)]
+        packed = pack([ExactSum(unknown), *own])  # a header and two sums per name
+        return unpack(distributed.all_reduce_sum(packed))
 
     def _first_not_finite(self) -> tuple[int, int, int] | None:
         if not self._loss_places:
             return None
-        masks = list(self._loss_finite)
-        if self._values.get("loss"):
-            masks.append(_stack(self._values["loss"]).isfinite())
-        finite = torch.cat(masks)
+        self._stack("loss")
+        finite = torch.cat([products.isfinite() for products, _ in self._stacks["loss"]])
         if bool(finite.all()):
             return None
         return self._loss_places[int(finite.logical_not().nonzero()[0])]
@@ -178,12 +213,16 @@ class Logbook:
         )
 
 
-def _stack(values: list[Any]) -> torch.Tensor:
+def _stacked(values: list[torch.Tensor | float]) -> torch.Tensor:
+    """Return the values as float64, on the device of the first tensor among them."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    if len(tensors) == len(values):
-        return torch.stack(tensors).to(torch.float64)
-    device = tensors[0].device if tensors else torch.device("cpu")
-    return torch.tensor([float(v) for v in values], dtype=torch.float64, device=device)
+    if not tensors:
+        return torch.tensor(values, dtype=torch.float64)
+    device = tensors[0].device
+    if len(tensors) < len(values) or len({(t.dtype, t.device) for t in tensors}) > 1:
+        # Each by itself: in a common format some would be rounded.
+        tensors = [torch.as_tensor(v, dtype=torch.float64, device=device) for v in values]
+    return torch.stack(tensors).to(torch.float64)
 
 
 def _scalar(value: torch.Tensor) -> torch.Tensor:

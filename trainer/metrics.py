@@ -3,31 +3,68 @@
 Torchmetrics' own synchronisation raises or hangs when a rank saw no batch, so the states are
 gathered here, from the ranks that have any, in rank order, and combined by each state's own
 reduction, as torchmetrics would.
+
+A sum of floats depends on the order of its terms, and a list of samples on the order of its
+entries: on which rank computed what. Where the last bit matters (``exact``) such states are taken
+out of a metric after every micro-batch, and combined in the order of the micro-batches, as if each
+of them were a rank. Sums of integers, minima and maxima are exact as they are.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 
 from trainer import distributed
+from trainer.trees import map_leaves
 
 if TYPE_CHECKING:
-    from torchmetrics import Metric, MetricCollection
+    from torchmetrics import Metric
 
-    Metrics = Mapping[str, Metric | MetricCollection]
+Place = tuple[int, int]
+State = dict[str, Any]
+# Of a metric's name and the number of a part of it: states in the order in which they combine.
+Kept = dict[tuple[str, int], list[tuple[Place, State]]]
+
+# An array travels in a thirtieth of the time of a tensor; others (bfloat16) have no array.
+_ARRAY_DTYPES = frozenset(
+    (torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
+)
 
 
-def place(metrics: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+class MetricSet(dict[str, Any]):
+    """The metrics of one split by name, and what has been taken out of them.
+
+    Attributes:
+        exact: Whether their values must not depend on which rank computed what.
+        fresh: States of this rank that have not been gathered yet.
+        kept: Rank 0's: states that were gathered, of all ranks.
+    """
+
+    def __init__(self, metrics: Mapping[str, Any], exact: bool) -> None:
+        super().__init__(metrics)
+        self.exact = exact
+        self.fresh: Kept = defaultdict(list)
+        self.kept: Kept = defaultdict(list)
+
+
+def place(metrics: Mapping[str, Any], device: torch.device, exact: bool) -> MetricSet:
     """Move metrics to ``device`` and take synchronisation out of their own hands.
+
+    Args:
+        metrics: By name.
+        device: Where they are updated.
+        exact: Whether their values must have the same bits at any world size.
 
     Raises:
         ValueError: If a value is not a torchmetrics ``Metric`` or ``MetricCollection``.
     """
     if not metrics:
-        return {}
+        return MetricSet({}, exact)
     from torchmetrics import Metric, MetricCollection
 
     placed = {}
@@ -42,28 +79,109 @@ def place(metrics: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
         for part in _metrics_in(metric):
             part.sync_on_compute = False
             part._to_sync = False
-    return placed
+        for module in metric.modules():
+            # Metrics whose states agree after a rank's first update, by chance perhaps, would
+            # share one from then on. Only the user can know which ones may (a list of groups).
+            if isinstance(module, MetricCollection) and module._enable_compute_groups is True:
+                module._enable_compute_groups = False
+    return MetricSet(placed, exact)
 
 
-def reset(metrics: Metrics) -> None:
+def reset(metrics: MetricSet) -> None:
     """Start every metric anew."""
     for metric in metrics.values():
         metric.reset()
+        for part in _metrics_in(metric):
+            part._update_count = 0  # a composition's own reset forgets its own
+    metrics.fresh.clear()
+    metrics.kept.clear()
 
 
-def compute(metrics: Metrics) -> dict[str, float]:
+def after_update(metrics: MetricSet, place: Place) -> None:
+    """Take out what depends on the order of the updates, if that matters.
+
+    Args:
+        metrics: Have been updated with one micro-batch, whole.
+        place: Where that is among all micro-batches: step and position.
+    """
+    if not metrics.exact:
+        return
+    for name, metric in metrics.items():
+        for number, part in enumerate(_metrics_in(metric)):
+            state = _state(part)
+            if state is not None and not _is_exact(part, state):
+                metrics.fresh[name, number].append((place, state))
+                _load(part, None)
+
+
+def compute(metrics: MetricSet) -> dict[str, float]:
     """Return the values over all ranks' updates; must be called on every rank.
 
     A metric that no rank has updated is left out. A metric with several values gives one entry for
     each: ``name/0``, ``name/1``, ... or ``name/<key>``. The local states are left as they are.
     """
+    if not metrics:
+        return {}
     values: dict[str, float] = {}
-    for name, metric in metrics.items():
-        parts = _metrics_in(metric)
-        states = distributed.gather_object([_state(part) for part in parts])
-        if states is not None:
+    ranks = _gather(metrics)
+    if ranks is not None:
+        for name, metric in metrics.items():
+            parts = _metrics_in(metric)
+            states = [
+                [state for _, state in metrics.kept.get((name, number), ())]
+                + [state for rank in ranks if (state := rank[name][number]) is not None]
+                for number in range(len(parts))
+            ]
             values.update(_compute(name, metric, parts, states))
     return distributed.broadcast_object(values)
+
+
+def state(metrics: MetricSet) -> dict[str, Any]:
+    """Return what `restore` needs to go on in mid-epoch; must be called on every rank.
+
+    Returns:
+        Tensors and plain values on rank 0, nothing elsewhere. The tensors may be the metrics' own.
+    """
+    ranks = _gather(metrics) if metrics else None
+    if ranks is None:
+        return {}
+    kept = [
+        [name, number, place, state]
+        for (name, number), states in metrics.kept.items()
+        for place, state in states
+    ]
+    return {"layout": _layout(metrics), "ranks": ranks, "kept": kept}
+
+
+def restore(metrics: MetricSet, state: Mapping[str, Any]) -> None:
+    """Go on from ``state``, which `state` returned; must be called on every rank.
+
+    At the world size of that time each rank has its own states again. At another one rank 0 keeps
+    them all, to be combined with the states to come as if they were of further ranks.
+    """
+    reset(metrics)
+    if not state:
+        return
+    was, layout = state["layout"], _layout(metrics)
+    names = [name for name in layout if layout[name] == was.get(name)]
+    changed = sorted((was.keys() | layout.keys()).difference(names))
+    rank, ranks = distributed.rank(), state["ranks"]
+    if changed and rank == 0:
+        print(f"resume: other train metrics than before, which start anew: {', '.join(changed)}")
+    is_same_size = len(ranks) == distributed.world_size()
+    for name in names if is_same_size else ():
+        for part, own in zip(_metrics_in(metrics[name]), ranks[rank][name], strict=True):
+            _load(part, own)
+    if rank != 0:
+        return
+    for name, number, place, kept in state["kept"]:
+        if name in names:
+            metrics.kept[name, number].append((place, kept))
+    for former, states in enumerate(ranks if not is_same_size else ()):
+        for name in names:
+            for number, kept in enumerate(states[name]):
+                if kept is not None:
+                    metrics.kept[name, number].append(((-1, former), kept))
 
 
 def merged(logged: Mapping[str, float], computed: Mapping[str, float]) -> dict[str, float]:
@@ -80,23 +198,57 @@ def merged(logged: Mapping[str, float], computed: Mapping[str, float]) -> dict[s
     return {**logged, **computed}
 
 
-def _compute(name: str, metric: Any, parts: list[Metric], states: list[Any]) -> dict[str, float]:
-    """On rank 0: put the combined states in, compute, and put this rank's own states back."""
+def _gather(metrics: MetricSet) -> list[dict[str, list[State | None]]] | None:
+    """Return every rank's current states, by name and part, on rank 0; None elsewhere.
+
+    What has been taken out since the last time goes to rank 0's ``kept``.
+    """
+    own = {name: [_state(part) for part in _metrics_in(metric)] for name, metric in metrics.items()}
+    gathered = distributed.gather_object(map_leaves(_packed, (own, dict(metrics.fresh))))
+    metrics.fresh.clear()
+    if gathered is None:
+        return None
+    ranks, fresh = zip(*map_leaves(_unpacked, gathered), strict=True)
+    for taken in fresh:
+        for key, states in taken.items():
+            metrics.kept[key] += states
+    for states in metrics.kept.values():
+        states.sort(key=lambda entry: entry[0])
+    return list(ranks)
+
+
+def _packed(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    leaf = leaf.detach().cpu()
+    return leaf.numpy() if leaf.dtype in _ARRAY_DTYPES else leaf
+
+
+def _unpacked(leaf: Any) -> Any:
+    return torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+def _compute(
+    name: str, metric: Any, parts: list[Metric], states: list[list[State]]
+) -> dict[str, float]:
+    """Put the combined states of every part in, compute, and put this rank's own states back."""
     own = [_state(part) for part in parts]
-    updated = False
     try:
-        for number, part in enumerate(parts):
-            theirs = [rank[number] for rank in states if rank[number] is not None]
+        for part, theirs in zip(parts, states, strict=True):
             if theirs:
-                updated = True
                 _load(part, _combine(part, theirs))
-        return dict(_flat(name, metric.compute())) if updated else {}
+        return dict(_flat(name, metric.compute())) if any(states) else {}
     finally:
         for part, state in zip(parts, own, strict=True):
-            if state is None:
-                part.reset()
-            else:
-                _load(part, state)
+            _load(part, state)
+
+
+def _layout(metrics: MetricSet) -> dict[str, list[list[str]]]:
+    """Name the states of every part of every metric."""
+    return {
+        name: [list(part._defaults) for part in _metrics_in(metric)]
+        for name, metric in metrics.items()
+    }
 
 
 def _metrics_in(module: Any) -> list[Metric]:
@@ -125,23 +277,37 @@ def _metrics_in(module: Any) -> list[Metric]:
     return found
 
 
-def _state(metric: Metric) -> dict[str, Any] | None:
+def _state(metric: Metric) -> State | None:
+    """Return the metric's own tensors, and None before its first update."""
     if metric._update_count == 0:
         return None
+    own = {name: getattr(metric, name) for name in metric._defaults}
     return {
         "_update_count": metric._update_count,
-        **{name: _on_cpu(getattr(metric, name)) for name in metric._defaults},
+        **{name: list(v) if isinstance(v, list) else v for name, v in own.items()},
     }
 
 
-def _on_cpu(state: Any) -> Any:
-    return [part.cpu() for part in state] if isinstance(state, list) else state.detach().cpu()
+def _is_exact(metric: Metric, state: State) -> bool:
+    """Whether the states would be the same, to the last bit, after other orders of the updates."""
+    from torchmetrics.utilities.data import dim_zero_max, dim_zero_min, dim_zero_sum
+
+    for name, reduction in metric._reductions.items():
+        value = state[name]
+        if isinstance(value, list):
+            return False
+        is_whole = not (value.is_floating_point() or value.is_complex())
+        if reduction not in (dim_zero_max, dim_zero_min) and not (
+            is_whole and reduction is dim_zero_sum
+        ):
+            return False
+    return True
 
 
-def _combine(metric: Metric, states: list[dict[str, Any]]) -> dict[str, Any]:
+def _combine(metric: Metric, states: list[State]) -> State:
     if len(states) == 1:
         return states[0]
-    combined: dict[str, Any] = {"_update_count": sum(s["_update_count"] for s in states)}
+    combined: State = {"_update_count": sum(s["_update_count"] for s in states)}
     for name, reduction in metric._reductions.items():
         parts = [state[name] for state in states]
         combine = cast(Callable[[Any], Any], reduction)  # torchmetrics has turned names into these
@@ -157,14 +323,16 @@ def _combine(metric: Metric, states: list[dict[str, Any]]) -> dict[str, Any]:
     return combined
 
 
-def _load(metric: Metric, state: dict[str, Any]) -> None:
+def _load(metric: Metric, state: State | None) -> None:
+    """Set the states; None is before the first update."""
     metric._computed = None
-    metric._update_count = state["_update_count"]
-    for name in metric._defaults:
-        value = state[name]
+    metric._update_count = 0 if state is None else state["_update_count"]
+    for name, default in metric._defaults.items():
+        value = default if state is None else state[name]
         device = metric.device
         moved = [v.to(device) for v in value] if isinstance(value, list) else value.to(device)
-        setattr(metric, name, moved)
+        # A metric may add to its tensor in place.
+        setattr(metric, name, moved.clone() if isinstance(moved, torch.Tensor) else moved)
 
 
 def _flat(name: str, value: Any) -> list[tuple[str, float]]:

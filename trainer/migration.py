@@ -25,10 +25,13 @@ RENAMED = {
     "default_root_dir": "run_dir",
     "epochs": "max_epochs",
     "eval_steps": "validate_every_n_steps",
+    "finetune_from_model": "init_from",
     "float32_matmul_precision": "matmul_precision",
     "gpus": "devices",
     "gradient_clip_val": "gradient_clip_norm",
     "gradient_clipping": "gradient_clip_norm",
+    "init_checkpoint": "init_from",
+    "load_from": "init_from",
     "log_dir": "run_dir",
     "logging_dir": "run_dir",
     "logging_steps": "log_every_n_steps",
@@ -46,6 +49,7 @@ RENAMED = {
     "output_dir": "run_dir",
     "per_device_eval_batch_size": "eval_batch_size",
     "project_dir": "run_dir",
+    "restore_file": "resume",
     "resume_from_checkpoint": "resume",
     "save_steps": "checkpoint.every_n_steps",
     "save_total_limit": "checkpoint.keep",
@@ -71,6 +75,7 @@ WITHOUT = {
     "enable_model_summary": "the start of a run always prints the task's size, in one line",
     "gradient_clip_algorithm": "clipping is by the global L2 norm: set gradient_clip_norm; clip by "
     "value in the task's before_optimizer_step",
+    "ignore_data_skip": "nothing is skipped: a resumed run goes on at its position in the data",
     "limit_predict_batches": "predict goes through the whole dataset; pass it a shorter one",
     "load_best_model_at_end": "the best checkpoint is FitResult.best_checkpoint; test=true tests "
     "it after fit, and ckpt_path=best loads it",
@@ -90,6 +95,11 @@ WITHOUT = {
         ("lr_scheduler", "lr_scheduler_type", "scheduler", "warmup_ratio", "warmup_steps"),
         "schedules belong to the task: return OptimizerSetup(optimizer, scheduler) from its "
         "configure_optimizers",
+    ),
+    **dict.fromkeys(
+        ("scale_lr", "auto_scale_lr"),
+        "set lr_scaling=linear (or sqrt) and lr_reference_batch_size, the global batch size that "
+        "the task's learning rate is meant for",
     ),
     "plugins": "there are none; a strategy of your own is a _target_ under strategy",
     "profiler": "this version has none; callbacks see perf/ values in every log",
@@ -160,6 +170,8 @@ def hint(name: str, value: Any) -> str | None:
         return f"the number of global batches that this fraction stands for, {name}=10 say"
     if name == "resume" and value is True:
         return "resume=auto"
+    if name == "accept_changes" and isinstance(value, str):
+        return f"accept_changes=[{value}]"
     if name == "fast_dev_run" and isinstance(value, int):
         return f"limit_train_batches={value} and limit_val_batches={value}"
     return None

@@ -5,11 +5,15 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from trainer import distributed
+from trainer.lr_scaling import LRScaling
+from trainer.state import OnTheClock
 from trainer.task import OptimizerSetup, TaskModule
 
 INTERVALS = ("step", "epoch")
@@ -19,15 +23,26 @@ class Schedule:
     """Steps the learning rate scheduler when its interval says so.
 
     Attributes:
+        setup: The optimizer and its scheduler.
         rates: The learning rate of each parameter group in the step that was done last.
     """
 
-    def __init__(self, setup: OptimizerSetup) -> None:
+    def __init__(self, setup: OptimizerSetup, scaling: LRScaling, clock: OnTheClock) -> None:
+        """Note what makes up the learning rate.
+
+        Args:
+            setup: The optimizer and its scheduler.
+            scaling: What the optimizer steps with, in place of what its groups hold.
+            clock: Tells the step.
+        """
+        self.setup = setup
+        self._scaling = scaling
+        self._clock = clock
         self._optimizer = setup.optimizer
         self._scheduler = setup.scheduler
         self._monitor = setup.monitor
         self._interval = None if setup.monitor else setup.interval or "step"
-        self.rates = [group["lr"] for group in self._optimizer.param_groups]
+        self._note_rates()
 
     def check_monitor(self, validates: bool) -> None:
         """Refuse a schedule that follows a metric which no validation will measure.
@@ -41,9 +56,13 @@ class Schedule:
                 "validation data and validate_every_n_epochs or validate_every_n_steps"
             )
 
+    def scaled(self) -> AbstractContextManager[None]:
+        """Return the context for the optimizer's step: there its groups hold scaled values."""
+        return self._scaling.applied(self._optimizer, self._clock.step)
+
     def after_step(self) -> None:
         """Note the rates that were used, and advance a schedule by steps."""
-        self.rates = [group["lr"] for group in self._optimizer.param_groups]
+        self._note_rates()
         self._advance("step")
 
     def after_epoch(self) -> None:
@@ -76,13 +95,29 @@ class Schedule:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's state; empty without one."""
-        return {} if self._scheduler is None else dict(self._scheduler.state_dict())
+        """Return the rates that were used last, and the scheduler's state, if there is one."""
+        scheduler = {} if self._scheduler is None else dict(self._scheduler.state_dict())
+        return {"rates": self.rates, "scheduler": scheduler}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what ``state_dict`` returned."""
+        self.rates = state["rates"]
         if self._scheduler is not None:
-            self._scheduler.load_state_dict(state)
+            self._scheduler.load_state_dict(state["scheduler"])
+
+    def advance_to(self, step: int, epoch: int) -> None:
+        """Bring a schedule that has not been used to where a run stands.
+
+        One that follows a metric stays as it is: nobody knows what it would have seen.
+        """
+        for _ in range({"step": step, "epoch": epoch, None: 0}[self._interval]):
+            self._advance(str(self._interval))
+        self._note_rates()
+
+    def _note_rates(self) -> None:
+        factor = self._scaling.factor(self._clock.step)
+        # A product is a copy, also where the rate is a tensor that the scheduler fills anew.
+        self.rates = [group["lr"] * factor for group in self._optimizer.param_groups]
 
     def _advance(self, interval: str) -> None:
         if self._scheduler is None or self._interval != interval:
@@ -94,13 +129,20 @@ class Schedule:
             self._scheduler.step()
 
 
-def configure_optimizer(task: TaskModule) -> tuple[torch.optim.Optimizer, Schedule]:
+def configure_optimizer(
+    task: TaskModule, scaling: LRScaling | None = None
+) -> tuple[torch.optim.Optimizer, Schedule]:
     """Ask the task for its optimizer and check the answer.
+
+    Args:
+        task: Gives the optimizer and the clock.
+        scaling: How the learning rate follows the global batch; rank 0 prints what comes of it.
 
     Raises:
         ValueError: If it is no optimizer or `OptimizerSetup`, an optimizer that the loop cannot
-            step, or an inconsistent setup.
+            step, an inconsistent setup, or nothing that ``scaling`` could scale.
     """
+    scaling = scaling or LRScaling()
     found: Any = task.configure_optimizers()
     if isinstance(found, Mapping):
         raise ValueError(
@@ -131,7 +173,10 @@ def configure_optimizer(task: TaskModule) -> tuple[torch.optim.Optimizer, Schedu
             f"{type(task).__name__}, so their gradients would not be reduced over the ranks; build "
             "the optimizer in configure_optimizers from self.parameters()"
         )
-    return setup.optimizer, Schedule(setup)
+    scaling.check(setup.optimizer)
+    if scaling.rule != "none" and distributed.rank() == 0:
+        print(scaling.describe(setup.optimizer, setup.scheduler is not None), flush=True)
+    return setup.optimizer, Schedule(setup, scaling, task.run)
 
 
 def _check_schedule(setup: OptimizerSetup) -> None:

@@ -26,7 +26,7 @@ class Precision:
         self._dtype = DTYPES.get(name)
         # The step module scales losses up by what the strategy's reduction divides by. Starting
         # with less scale by as much makes gradients overflow in the same steps as on one rank.
-        self._spare = 2.0 ** (averaged_over - 1).bit_length()
+        self._spare = averaged_over
         self.scaler = torch.amp.GradScaler(
             device.type, init_scale=2.0**16 / self._spare, enabled=name == "fp16"
         )

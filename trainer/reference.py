@@ -73,7 +73,7 @@ def _table(config: Any, prefix: str) -> list[str]:
         if name == "checkpoint":
             continue
         values = "`ddp` or a mapping" if hints[name] is Any else allowed(spec, hints[name])
-        default = show(spec.default).strip("'")
+        default = show(getattr(config(), name)).strip("'")
         rows.append(f"| `{prefix}{name}` | `{default}` | {values} | {spec.metadata['doc']} |")
     return rows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.config import TrainerConfig
 from trainer.state import OnTheClock, TrainState
@@ -77,6 +77,15 @@ class Run(OnTheClock):
     def measured_now(self, name: str) -> float | None:
         """Return a metric if it was measured at exactly the current step, else None."""
         return self.metrics[name] if self._measured_at.get(name) == self.step else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the latest metrics, and when each was measured."""
+        return {"metrics": dict(self.metrics), "measured_at": dict(self._measured_at)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what ``state_dict`` returned."""
+        self.metrics.update(state["metrics"])
+        self._measured_at.update(state["measured_at"])
 
     def request_stop(self, reason: str) -> None:
         """Ask the loop to end; it does so for all ranks at once, right after this event."""

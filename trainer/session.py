@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,17 @@ import torch
 from torch.utils.data import BatchSampler
 
 from trainer import distributed, metrics
+from trainer.checkpoint.changes import describe_data
 from trainer.checkpoint.manifest import find
 from trainer.checkpoint.weights import load_weights
 from trainer.config import DEFAULT_GLOBAL_BATCH_SIZE, TrainerConfig
 from trainer.data.batches import evaluation_batches, train_batches
 from trainer.data.loading import Batches, LoaderOptions, Source, length, open_source
 from trainer.data.module import DataModule, evaluation_sets, prepare
-from trainer.data.plan import GlobalBatchPlan, ceil_div
+from trainer.data.plan import GlobalBatchPlan
 from trainer.evaluation import EvaluationSet, evaluate, predict
+from trainer.global_loss import check_plan
+from trainer.notes import notes_on_cut
 from trainer.precision import Precision
 from trainer.run import Run
 from trainer.seeding import seed_everything
@@ -33,14 +37,17 @@ class Session:
         task: The user's module, on ``device``.
         device: This rank's device.
         precision: Autocast and loss scaling.
+        data_order: What the order of the training samples follows from, in plain values.
     """
 
     def __init__(self, config: TrainerConfig, task: TaskModule, data: DataModule) -> None:
         self.config = config
         self.task = task
         self.device = distributed.device(distributed.accelerator(config.accelerator))
-        self.precision = Precision(config.precision, self.device)
+        averaged_over = 1 if config.reproducible else distributed.world_size()
+        self.precision = Precision(config.precision, self.device, averaged_over)
         self._data = data
+        self.data_order: dict[str, Any] = {}
         self._found: dict[str, dict[str, Any]] = {}  # evaluation data by split, asked for once
         self._train_batch_size: int | None = None
         self._options = LoaderOptions(
@@ -50,6 +57,7 @@ class Session:
             else bool(config.pin_memory),
             seed=config.seed,
             count=task.batch_size,
+            reproducible=config.reproducible,
         )
         distributed.run_once_per_machine(lambda: prepare(data), data.prepare_timeout_s)
         # The ranks build their datasets from the same random numbers, however they were started.
@@ -67,7 +75,9 @@ class Session:
         """
         config = self.config
         source = self._open(self._data.train_dataset(), "train")
-        plan = GlobalBatchPlan(self._global_batch_size(source), config.micro_batch_size)
+        plan = GlobalBatchPlan(
+            self._global_batch_size(source), config.micro_batch_size, halving=config.reproducible
+        )
         world_size = distributed.world_size()
         size = self._train_batch_size = plan.global_batch_size
         if size is not None and size < world_size:
@@ -86,14 +96,13 @@ class Session:
             overfit=config.overfit_batches,
             indices=self._data.train_indices if self._data.orders_epochs else None,
         )
-        if size is not None and not plan.cut(size, world_size - 1, world_size):
-            idle = sum(not plan.cut(size, rank, world_size) for rank in range(world_size))
-            if distributed.rank() == 0:
-                print(
-                    f"note: micro_batch_size={plan.micro_batch_size} leaves {idle} of {world_size} "
-                    f"ranks without samples; {ceil_div(size, world_size)} would give each a share"
-                )
+        check_plan(self.task, plan, world_size)
         strategy.check(plan, self.device, self._is_always_full(source, plan))
+        by_indices = self._data.orders_epochs
+        self.data_order = describe_data(config, source, size, by_indices) | batches.order_facts()
+        if distributed.rank() == 0:
+            for note in notes_on_cut(self.task, plan, config, world_size):
+                print(f"note: {note}", flush=True)
         return batches, plan
 
     def evaluation_sets(self, split: str, limit: int | None = None) -> dict[str, EvaluationSet]:
@@ -108,8 +117,10 @@ class Session:
             self._found[split] = evaluation_sets(self._data, split)
         return {
             prefix: EvaluationSet(
-                self._evaluation_batches(found, prefix, limit),
-                metrics.place(self.task.build_metrics(split), self.device),
+                self._evaluation_batches(found, prefix, limit, together=self.task.global_loss),
+                metrics.place(
+                    self.task.build_metrics(split), self.device, self.config.reproducible
+                ),
             )
             for prefix, found in self._found[split].items()
         }
@@ -124,9 +135,10 @@ class Session:
             )
         return self._evaluation_batches(found, "predict", None)
 
-    def train_metrics(self) -> dict[str, Any]:
+    def train_metrics(self) -> metrics.MetricSet:
         """Return the metrics that are updated while training."""
-        return metrics.place(self.task.build_metrics("train"), self.device)
+        config = self.config
+        return metrics.place(self.task.build_metrics("train"), self.device, config.reproducible)
 
     def run_view(
         self, run_dir: Path, steps_per_epoch: int | None, plan: GlobalBatchPlan, state: TrainState
@@ -152,29 +164,38 @@ class Session:
             _state=state,
         )
 
-    def evaluate(self, split: str) -> dict[str, float]:
+    def evaluate(
+        self, split: str, sets: Mapping[str, EvaluationSet] | None = None
+    ) -> dict[str, float]:
         """Return the metrics of ``val`` or ``test``, on every rank.
+
+        Args:
+            split: ``val`` or ``test``.
+            sets: What `evaluation_sets` returned; None to ask for it now.
 
         Raises:
             ValueError: If there is no such data.
         """
-        sets = self.evaluation_sets(split)
+        sets = self.evaluation_sets(split) if sets is None else sets
         if not sets:
             raise ValueError(
                 f"there is no {split} data: {type(self._data).__name__}.{split}_dataset() returned "
                 "None"
             )
-        return evaluate(self.task, sets, split, self.precision, self.device)
+        return evaluate(self.task, sets, split, self.precision, self.device, self.config.seed)
 
     def predict(self, output_dir: Path | None) -> Any:
         """Return the predictions of every sample on rank 0, or write them to ``output_dir``."""
-        return predict(self.task, self.predict_batches(), self.precision, self.device, output_dir)
+        batches, seed = self.predict_batches(), self.config.seed
+        return predict(self.task, batches, self.precision, self.device, seed, output_dir)
 
-    def load(self, run_dir: Path, which: str | Path | None) -> None:
+    def load(self, run_dir: Path, which: str | Path) -> None:
         """Load a checkpoint's weights on rank 0 and share them with every rank."""
-        if distributed.rank() == 0:
-            assert which is not None
-            load_weights(self.task, find(run_dir, which))
+        distributed.on_first_rank(lambda: load_weights(self.task, find(run_dir, which)))
+        self.share_weights()
+
+    def share_weights(self) -> None:
+        """Make every rank's weights, buffers and other state of the task those of rank 0."""
         state = self.task.state_dict()
         for value in state.values():
             if isinstance(value, torch.Tensor):
@@ -193,14 +214,16 @@ class Session:
             )
         return source
 
-    def _evaluation_batches(self, found: Any, name: str, limit: int | None) -> Batches:
+    def _evaluation_batches(
+        self, found: Any, name: str, limit: int | None, together: bool = False
+    ) -> Batches:
         config = self.config
         source = self._open(found, name)
         own = None if source.loader is None else source.batch_size
         in_training = self._train_batch_size or config.global_batch_size
         size = own or in_training or DEFAULT_GLOBAL_BATCH_SIZE
         plan = GlobalBatchPlan(size, config.eval_batch_size or config.micro_batch_size)
-        return evaluation_batches(source, plan, self._options, limit=limit)
+        return evaluation_batches(source, plan, self._options, limit=limit, together=together)
 
     def _global_batch_size(self, source: Source) -> int | None:
         given = self.config.global_batch_size

@@ -13,15 +13,16 @@ planned the difference is exactly 0 and gradients stay as they are, to the last 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainer import distributed
+from trainer import distributed, metrics
 from trainer.contract import weigh
+from trainer.global_loss import GlobalLoss, Part
 from trainer.logbook import Logbook
+from trainer.seeding import Stream, seed_stream
 from trainer.task import TaskModule, WeightedLoss
 from trainer.trees import detached
 
@@ -39,9 +40,10 @@ class StepModule(nn.Module):
         self,
         task: TaskModule,
         logbook: Logbook,
-        metrics: Mapping[str, Any],
+        metrics: metrics.MetricSet,
         *,
         averaged_over: int,
+        seed: int = 0,
         needs_every_parameter: bool = True,
     ) -> None:
         """Note what every micro-batch goes through.
@@ -52,6 +54,7 @@ class StepModule(nn.Module):
             metrics: Are updated with the outputs, by name.
             averaged_over: What the strategy's reduction divides by: the world size where gradients
                 are averaged over the ranks, 1 where they are added up.
+            seed: Seed of the run.
             needs_every_parameter: Whether a micro-batch without weight must give every parameter a
                 gradient of zeros. Not where parameters may be unused: these would count as used.
         """
@@ -61,6 +64,8 @@ class StepModule(nn.Module):
         self._logbook = logbook
         self._metrics = metrics
         self._averaged_over = averaged_over
+        self._seed = seed
+        self._global_loss = GlobalLoss(task, logbook)
         self._needs_every_parameter = needs_every_parameter
 
     def forward(self, batch: Any, num_samples: int, global_size: int) -> torch.Tensor:
@@ -77,28 +82,41 @@ class StepModule(nn.Module):
         Raises:
             ValueError: If ``loss`` returns something that cannot be trained on.
         """
-        task, scale = self.task, self._averaged_over
+        task = self.task
+        scale: float = self._averaged_over
         loss = None
         extra: torch.Tensor | float
-        if batch is not None:
-            outputs = task(batch)
+        has_samples = batch is not None
+        outputs = task(batch) if has_samples else None
+        if task.global_loss:
+            seed_stream(task.run.device, self._seed, task.run.step, 0, Stream.GLOBAL_LOSS)
+            parts = [Part(outputs, batch, num_samples)] if has_samples else []
+            loss = self._global_loss(parts, global_size)
+            # Every rank has the loss of all samples, and contributes an equal share of it.
+            num_samples, scale = global_size, scale / distributed.world_size()
+        elif has_samples:
             loss = task.loss(outputs, batch)
-            if self._metrics:
-                with torch.no_grad():
-                    task.update_metrics(self._metrics, detached(outputs), batch)
-        value, weight = weigh(loss, num_samples, needs_grad=True)
+        if has_samples and self._metrics:
+            with torch.no_grad():
+                task.update_metrics(self._metrics, detached(outputs), batch)
+            metrics.after_update(self._metrics, self._logbook.place)
+        value, weight = weigh(loss, num_samples, needs_grad=has_samples)
         if value is None:
             value = self._zero()
             extra = -num_samples * scale / global_size
-        elif isinstance(loss, WeightedLoss):
+        elif isinstance(loss, WeightedLoss) and not task.global_loss:
             self._logbook.add_loss(value, weight, is_total=True)
             extra = (weight - num_samples) * scale / global_size
             value = value * (scale / global_size)
         else:
+            if isinstance(loss, WeightedLoss):  # of the whole global batch: its true weight
+                value = value / (weight.double() if isinstance(weight, torch.Tensor) else weight)
             self._logbook.add_loss(value, weight, is_total=False)
             extra = 0.0
             share = num_samples * scale / global_size
             value = value if share == 1 else value * share
+        if task.global_loss and not has_samples:  # a loss, but no forward
+            value = value + self._zero()
         if isinstance(extra, torch.Tensor):
             # Not in the loss's own format: a half has too few digits for a weight.
             return torch.addcmul(value, self.extra_weight, extra.to(self.extra_weight))

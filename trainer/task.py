@@ -81,9 +81,17 @@ class TaskModule(nn.Module):
     Subclasses define ``forward``, ``loss`` and ``configure_optimizers``; everything else has a
     default. Methods whose names stand here must not be hidden by attributes
     (``self.loss = nn.CrossEntropyLoss()``): the Trainer refuses such a task.
+
+    Attributes:
+        run: The facts of the run.
+        global_loss: Whether ``loss`` compares samples of a batch with each other (a contrastive
+            loss), and so gets the outputs and the batch of the whole global batch, of all ranks,
+            in order and with gradients. Every rank then calls it with the same values. Set it in
+            the class or in ``__init__``. A rank can have one micro-batch per step only.
     """
 
     run: RunFacts = RunFacts()
+    global_loss: bool = False
 
     def forward(self, batch: Any) -> Any:
         """Return the outputs for one micro-batch."""
@@ -94,10 +102,10 @@ class TaskModule(nn.Module):
 
         Args:
             outputs: What ``forward`` (or ``eval_forward``) returned.
-            batch: The micro-batch.
+            batch: The micro-batch. With ``global_loss`` both are of the whole global batch.
 
         Returns:
-            A scalar tensor, the mean over the micro-batch's samples; or a `WeightedLoss`; or None
+            A scalar tensor, the mean over the batch's samples; or a `WeightedLoss`; or None
             to leave this micro-batch out of the step (weight 0).
         """
         raise NotImplementedError(f"{type(self).__name__} must define loss(outputs, batch)")

@@ -20,14 +20,15 @@ import torch
 from trainer import distributed, metrics
 from trainer.callbacks import Callback
 from trainer.checkpoint.saving import Saver, Stateful
-from trainer.evaluation import evaluate, evaluating
+from trainer.evaluation import evaluating
 from trainer.gradients import Gradients, trained_names
 from trainer.logbook import Logbook
 from trainer.loggers import Logger
+from trainer.lr_scaling import LRScaling
 from trainer.optimization import configure_optimizer
 from trainer.run import FitResult
 from trainer.run_dir import choose_run_dir
-from trainer.seeding import seed_stream
+from trainer.seeding import Stream, seed_stream
 from trainer.session import Session
 from trainer.state import TrainState
 from trainer.step import StepModule
@@ -82,24 +83,24 @@ class Training:
             _state=state,
             _logbook=self.logbook,
         )
-        self.optimizer, self.schedule = configure_optimizer(task)
+        scaling = LRScaling.of(config, plan.global_batch_size)
+        self.optimizer, self.schedule = configure_optimizer(task, scaling)
         self.schedule.check_monitor(bool(self.val_sets) and config.validates)
         self.step_module = StepModule(
             task,
             self.logbook,
             self.train_metrics,
             averaged_over=self.strategy.averaged_over,
+            seed=config.seed,
             needs_every_parameter=not self.strategy.may_miss_gradients,
         ).to(session.device)
         parts: dict[str, Stateful] = {
-            "optimizer": self.optimizer,
-            "schedule": self.schedule,
             "scaler": session.precision,
             "train_state": state,
             **_named("callbacks", callbacks),
             **_named("loggers", loggers),
         }
-        self.saver = Saver(session, self.view, parts, run_config)
+        self.saver = Saver(session, self.view, self.optimizer, self.schedule, parts, run_config)
         self.trained: tuple[str, ...] | None = None
         self.stop_reason: str | None = None
         self.started = time.monotonic()
@@ -107,7 +108,10 @@ class Training:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Resume if asked to; open what rank 0 writes, and close it whatever happens."""
-        self.saver.resume()
+        shared = self.saver.start()
+        self.logbook.restore(shared.get("logbook", {}))
+        metrics.restore(self.train_metrics, shared.get("metrics", {}))
+        self.batches.load_state_dict(shared.get("batches", {}))
         self.started = time.monotonic() - self.state.time_s
         with ExitStack() as stack:
             stack.callback(self.strategy.teardown)
@@ -156,13 +160,15 @@ class Training:
         self.obey()
         if config.num_sanity_val_steps:
             sanity = self.session.evaluation_sets("val", limit=config.num_sanity_val_steps)
-            evaluate(task, sanity, "val", precision, device)
+            self.session.evaluate("val", sanity)
 
         self.stop_at_limit()
         while self.stop_reason is None:
+            self.seed_hooks(0)
             task.on_epoch_start()
             self.wrap()
-            metrics.reset(self.train_metrics)
+            if not state.step_in_epoch:  # else resumed in its middle
+                metrics.reset(self.train_metrics)
             first_step = state.step
             for micro in self.batches.epoch(state.epoch, state.step_in_epoch):
                 is_accumulating = not micro.is_last
@@ -174,15 +180,18 @@ class Training:
                         # This micro-batch's share of the global batch's loss (see step.py).
                         loss = self.module(batch, micro.num_samples, micro.global_size)
                     scaler.scale(loss).backward()
+                self.strategy.after_backward(micro)
                 if is_accumulating:
                     continue
 
                 self.gradients.check()
                 has_weight = self.gradients.correct(scaler, self.optimizer)
                 if has_weight:  # else there is nothing to step on
+                    self.seed_hooks(1)
                     task.before_optimizer_step()
                     self.gradients.clip(config.gradient_clip_norm, self.optimizer)
-                    scaler.step(self.optimizer)  # optimizer.step(), unless fp16 has overflowed
+                    with self.schedule.scaled():  # the learning rate follows the global batch
+                        scaler.step(self.optimizer)  # optimizer.step(), unless fp16 overflowed
                     task.after_optimizer_step()
                     scaler.update()
                 self.gradients.clear()
@@ -204,6 +213,13 @@ class Training:
                     )
 
         return self.finish()
+
+    def seed_hooks(self, which: int) -> None:
+        """Have the task's hooks and the optimizer draw the same random numbers on every rank.
+
+        The generators are where a rank's last micro-batch left them, which is not the same place.
+        """
+        seed_stream(self.session.device, self.config.seed, self.state.step, which, Stream.HOOK)
 
     def wrap(self) -> None:
         """Wrap the step module, anew if other parameters are trained than before, on any rank."""
@@ -272,9 +288,9 @@ class Training:
         if not self.val_sets or self.state.validated_step == self.state.step:
             return
         self.state.validated_step = self.state.step
-        session = self.session
-        values = evaluate(self.task, self.val_sets, "val", session.precision, session.device)
+        values = self.session.evaluate("val", self.val_sets)
         self.schedule.after_validation(values)
+        self.seed_hooks(2)
         self.task.on_validation_end(values)
         self.view.record(values)
         with self.observed():
@@ -286,7 +302,12 @@ class Training:
         """Start writing a checkpoint, unless a loss since the last log is not finite."""
         self.logbook.check_finite()
         self.keep_time()
-        self.saver.save()
+        shared = {
+            "logbook": self.logbook.state(),
+            "metrics": metrics.state(self.train_metrics) if self.state.step_in_epoch else {},
+            "batches": self.batches.state_dict(),
+        }
+        self.saver.save(shared)
 
     def write(self, values: Mapping[str, float]) -> None:
         """Write one event to the loggers."""
@@ -336,7 +357,7 @@ class Training:
         last = copy.deepcopy(task.state_dict())
         if best is not None:
             session.load(self.run_dir, best)
-        self.write(evaluate(task, self.test_sets, "test", session.precision, session.device))
+        self.write(session.evaluate("test", self.test_sets))
         task.load_state_dict(last)
 
     def keep_time(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,8 @@ import torch
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """Return ``tree`` with ``function`` applied to everything that is no dict, list or tuple."""
-    if isinstance(tree, dict | list | tuple):
-        return _map_parts(lambda part: map_leaves(function, part), tree)
+    if isinstance(tree, MutableMapping | list | tuple):
+        return map_parts(lambda part: map_leaves(function, part), tree)
     return function(tree)
 
 
@@ -25,7 +25,7 @@ def to_device(tree: Any, device: torch.device) -> Any:
         getattr(tree, "to", None)
     ):  # also a tuple: not every part of a PackedSequence is to be moved
         return tree.to(device)
-    return _map_parts(lambda part: to_device(part, device), tree)
+    return map_parts(lambda part: to_device(part, device), tree)
 
 
 def detached(tree: Any) -> Any:
@@ -50,7 +50,7 @@ def rows(tree: Any, size: int, start: int, stop: int) -> Any:
     if isinstance(tree, list | tuple):
         if _has_entries(tree, size):
             return tree[start:stop]
-        return _map_parts(lambda part: rows(part, size, start, stop), tree)
+        return map_parts(lambda part: rows(part, size, start, stop), tree)
     if isinstance(tree, torch.Tensor | np.ndarray):
         return tree[start:stop] if _has_rows(tree, size) else tree
     if tree is None or isinstance(tree, int | float | str | bytes | np.generic):
@@ -61,11 +61,11 @@ def rows(tree: Any, size: int, start: int, stop: int) -> Any:
     )
 
 
-def _map_parts(function: Callable[[Any], Any], tree: Any) -> Any:
+def map_parts(function: Callable[[Any], Any], tree: Any) -> Any:
     """Return a dict, list or tuple with ``function`` applied to its parts; else ``tree`` itself."""
     if type(tree) is dict:
         return {key: function(value) for key, value in tree.items()}
-    if isinstance(tree, dict):  # a subclass stays what it is, with its attributes
+    if isinstance(tree, MutableMapping):  # another class stays what it is, with its attributes
         changed = copy.copy(tree)
         for key, value in tree.items():
             changed[key] = function(value)

@@ -1,19 +1,18 @@
-"""Datasets with indices: which samples are loaded for what, and by which calls.
+"""Datasets with indices: which samples are loaded for what, and by which calls."""
 
-A rank is played by this process wherever no collective is needed.
-"""
-
+import copy
 import itertools
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import Regression, fit, samples
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, get_worker_info
 
-from trainer import distributed
-from trainer.data import batches as batches_module
+from trainer.data import orders
 from trainer.data.batches import evaluation_batches, train_batches
 from trainer.data.loading import LoaderOptions, open_source
 from trainer.data.plan import GlobalBatchPlan, epoch_order
@@ -61,15 +60,6 @@ class Picky(Items):
         return indices
 
 
-@pytest.fixture
-def play(monkeypatch):
-    def become(rank, world_size):
-        monkeypatch.setattr(distributed, "rank", lambda: rank)
-        monkeypatch.setattr(distributed, "world_size", lambda: world_size)
-
-    return become
-
-
 def options(num_workers=0):
     return LoaderOptions(num_workers, pin_memory=False, seed=5, count=len)
 
@@ -97,9 +87,9 @@ def test_micro_batches_say_what_they_are(play):
     play(1, 2)
     found = list(training(Items(7), size=5, micro=2).epoch(0))
     assert [tuple(m[1:]) for m in found] == [
-        # samples, position, number, samples in the global batch, last one
-        (1, 4, 2, 5, True),
-        (0, 5, 0, 2, True),
+        # samples, position, number, samples in the global batch, last one, indices
+        (1, 4, 2, 5, True, [4]),
+        (0, 5, 0, 2, True, ()),
     ]
     assert found[0].batch.tolist() == [4]
     assert found[1].batch is None
@@ -259,7 +249,7 @@ def test_an_endless_batch_sampler_is_read_as_far_as_needed():
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 8, 9])
 def test_many_batches_travel_in_chunks(monkeypatch, count, workers):
-    monkeypatch.setattr(batches_module, "SHARED_BATCHES", 4)
+    monkeypatch.setattr(orders, "SHARED_BATCHES", 4)
     sampler = [[i % 9] for i in range(count + 1)]
     batches = training(DataLoader(Items(9), batch_sampler=sampler, num_workers=workers))
     assert contents(batches) == sampler
@@ -354,3 +344,131 @@ def test_an_error_in_collating_names_the_samples_and_ends_nothing_silently(tmp_p
     loader = DataLoader(samples(4), batch_size=2, collate_fn=stopping)
     with pytest.raises(ValueError, match=r"collating the samples \[0, 1\] raised StopIteration"):
         fit(Regression(), tmp_path, train=loader, max_epochs=1)
+
+
+def test_a_resumed_epoch_loads_nothing_that_is_done():
+    class Lookups(Items):
+        def __init__(self, size):
+            super().__init__(size)
+            self.fetched = []
+
+        def __getitem__(self, index):
+            self.fetched.append(index)
+            return index
+
+    for make in (
+        lambda data: training(data, shuffle=True),
+        lambda data: training(DataLoader(data, 4, sampler=list(range(999, -1, -1)))),
+    ):
+        data = Lookups(1000)
+        expected = contents(make(data), 1)
+        data.fetched.clear()
+        assert contents(make(data), 1, start_step=248) == expected[248:]
+        assert data.fetched == [i for step in expected[248:] for i in step]
+
+
+def test_requests_are_what_an_epoch_loads(play):
+    for rank in (0, 1):
+        play(rank, 2)
+        batches = training(Items(11), size=5, micro=2, shuffle=True)
+        for start in (0, 2):
+            requests = list(batches.requests(1, start))
+            found = list(batches.epoch(1, start))
+            assert [request[:5] for request in requests] == [
+                (micro.indices, *micro[2:6]) for micro in found
+            ]
+            assert [batches.fetch(request).num_samples for request in requests] == [
+                micro.num_samples for micro in found
+            ]
+
+
+def test_requests_follow_a_users_sampler(monkeypatch):
+    monkeypatch.setattr(orders, "SHARED_BATCHES", 2)
+    batches = training(DataLoader(Items(9), batch_sampler=Varying((3, 1, 2, 2, 1, 3, 2))), micro=2)
+    asked = [(list(r.indices), r.position) for r in batches.requests(2)]
+    assert asked == [(m.batch.tolist(), m.position) for m in batches.epoch(2)]
+
+
+def test_positions_count_the_samples_of_varying_batches():
+    def make():
+        return training(DataLoader(Items(9), batch_sampler=Varying((3, 1, 0, 2, 4))), micro=2)
+
+    found = [(m.position, m.batch.tolist()) for m in make().epoch(0)]
+    assert [position for position, _ in found] == [0, 2, 3, 4, 6, 8]
+    assert [(m.position, m.batch.tolist()) for m in make().epoch(0, 2)] == found[3:]
+
+
+class DrawsAsItGoes:
+    """A sampler that draws from every global generator, an index at a time."""
+
+    def __iter__(self):
+        for _ in range(24):
+            found = random.random() + np.random.rand() + float(torch.rand(()))
+            yield int(found * 30) % 9
+
+
+@pytest.mark.parametrize("overfit", [0, 2])
+def test_what_a_users_sampler_draws_is_its_own(monkeypatch, overfit):
+    monkeypatch.setattr(orders, "SHARED_BATCHES", 2)
+
+    def make(**own):
+        return training(DataLoader(Items(9), 2, sampler=DrawsAsItGoes()), overfit=overfit, **own)
+
+    def drawn(batches, epoch, start_step=0):
+        found = []
+        for micro in batches.epoch(epoch, start_step):
+            found.append(micro.batch.tolist())
+            random.seed(len(found))  # as the forward of a micro-batch does
+            np.random.seed(len(found))
+            torch.manual_seed(len(found))
+        return found
+
+    alone = make()
+    epochs = [drawn(alone, epoch) for epoch in (0, 1)]
+    assert (epochs[0] == epochs[1]) == (overfit > 0)
+    assert [len(epoch) for epoch in epochs] == [overfit or 12] * 2
+    assert drawn(make(), 1) == epochs[1]
+    assert drawn(make(), 1, start_step=1) == epochs[1][1:]
+    random.seed(7)
+    expected = random.random()
+    random.seed(7)
+    list(make().requests(0))
+    assert random.random() == expected
+
+
+def test_the_generator_of_a_users_sampler_goes_on():
+    def make():
+        own = torch.Generator().manual_seed(3)
+        return training(DataLoader(Items(23), 4, shuffle=True, generator=own))
+
+    alone = make()
+    epochs = []
+    states = {}
+    for epoch in range(3):
+        epochs.append([])
+        for step, micro in enumerate(alone.epoch(epoch), 1):
+            epochs[-1].append(micro.batch.tolist())
+            states[epoch, step] = copy.deepcopy(alone.state_dict())
+    assert epochs[0] != epochs[1] != epochs[2]
+    for place in ((0, 1), (1, 3), (1, 6)):
+        resumed = make()
+        resumed.load_state_dict(states[place])
+        epoch, step = place
+        if step == 6:  # at an epoch's end the next one starts
+            assert contents(resumed, 2) == epochs[2]
+        else:
+            assert contents(resumed, epoch, step) == epochs[epoch][step:]
+            assert contents(resumed, epoch + 1) == epochs[epoch + 1]
+
+
+def test_a_sampler_with_other_generators_is_refused():
+    batches = training(DataLoader(Items(9), 4, shuffle=True, generator=torch.Generator()))
+    list(batches.epoch(0))
+    with pytest.raises(ValueError, match="sampler holds 0 random generators, and the one that was"):
+        training(DataLoader(Items(9), 4)).load_state_dict(batches.state_dict())
+    assert training(Items(9)).state_dict() == {}
+
+
+def test_order_facts_tell_the_number_of_samples():
+    assert training(Items(9)).order_facts() == {"num_samples": 9}
+    assert training(DataLoader(Items(9))).order_facts() == {"num_samples": 9}

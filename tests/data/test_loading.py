@@ -16,8 +16,16 @@ from torch.utils.data import (
     TensorDataset,
     default_collate,
 )
+from torch.utils.data._utils.pin_memory import pin_memory
 
-from trainer.data.loading import length, open_source, set_epoch
+from trainer.data.loading import (
+    MicroBatch,
+    generators,
+    has_state,
+    length,
+    open_source,
+    set_epoch,
+)
 
 DATASET = TensorDataset(torch.arange(6))
 
@@ -168,3 +176,33 @@ def test_length():
     assert length(Undecided()) is None
     assert length(Stream()) is None
     assert length(RandomSampler([1, 2, 3])) == 3
+
+
+def test_generators_are_found_in_what_holds_them():
+    own = torch.Generator()
+    sampler = RandomSampler(DATASET, generator=own)
+    assert generators(BatchSampler(sampler, 2, False)) == [own]
+    assert generators([[0, 1], [2]]) == []
+    assert generators(BatchSampler(SequentialSampler(DATASET), 2, False)) == []
+
+
+class Page:
+    """Stands for a tensor, which cannot be pinned without CUDA."""
+
+    def pin_memory(self):
+        return "pinned"
+
+
+def test_only_the_batch_is_pinned():
+    indices = range(3)
+    micro = MicroBatch([Page(), 1], 3, 0, 0, 3, True, indices)
+    for found in (pin_memory(micro), pin_memory([micro])[0]):
+        assert found == micro._replace(batch=["pinned", 1])
+        assert found.indices is indices
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("both", True), ("save", False), ("none", False)])
+def test_what_can_be_taken_up_again(kind, expected):
+    methods = {"both": ["state_dict", "load_state_dict"], "save": ["state_dict"], "none": []}
+    thing = type("Thing", (), {name: lambda self: None for name in methods[kind]})()
+    assert has_state(thing) == expected

@@ -3,6 +3,8 @@
 A rank is played by this process: cutting by position needs no collective.
 """
 
+import copy
+import itertools
 import random
 
 import numpy as np
@@ -14,7 +16,7 @@ from trainer import distributed
 from trainer.data.batches import evaluation_batches
 from trainer.data.loading import LoaderOptions, open_source
 from trainer.data.plan import GlobalBatchPlan
-from trainer.data.streams import ShardedStreamBatches, stream_batches
+from trainer.data.streams import stream_batches
 
 
 class Numbers(IterableDataset):
@@ -39,6 +41,14 @@ class SplitsItself(Numbers):
         return iter(range(number, self.count, count))
 
 
+class BySeed(Numbers):
+    """Shuffles by the seed of its worker."""
+
+    def __iter__(self):
+        rng = np.random.default_rng(get_worker_info().seed)
+        return iter(rng.permutation(self.count).tolist())
+
+
 class Chance(Numbers):
     """Shuffles with every global generator, as it goes."""
 
@@ -55,20 +65,6 @@ class Epochs(Numbers):
 
     def __iter__(self):
         return iter([self.epoch] * self.count)
-
-
-class Shards(Numbers):
-    def shard(self, *, rank, world_size):
-        return range(rank, self.count, world_size)
-
-
-@pytest.fixture
-def play(monkeypatch):
-    def become(rank, world_size):
-        monkeypatch.setattr(distributed, "rank", lambda: rank)
-        monkeypatch.setattr(distributed, "world_size", lambda: world_size)
-
-    return become
 
 
 def stream(data, size=4, micro=None, *, workers=0, drop_last=False, limit=None):
@@ -134,6 +130,12 @@ def test_a_worker_init_function_that_splits_changes_nothing(play):
     assert over_ranks(play, 2, make) == split(11, 4)
 
 
+def test_the_seed_of_a_worker_is_the_same_in_all_of_them(play):
+    found = [over_ranks(play, 2, lambda: stream(BySeed(11), workers=2), epoch) for epoch in (0, 1)]
+    assert [sorted(i for step in epoch for i in step) for epoch in found] == [list(range(11))] * 2
+    assert found[0] != found[1]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_that_shuffles_by_chance_is_the_same_everywhere(play, workers):
     made = {}
@@ -151,8 +153,7 @@ def test_a_stream_that_shuffles_by_chance_is_the_same_everywhere(play, workers):
     for found in epochs:
         assert sorted(i // 10_000 for step in found for i in step) == list(range(11))
     assert epochs[0] != epochs[1]
-    # Also without knowing the epoch, as in evaluation.
-    assert over_ranks(play, 2, make, 0) not in epochs
+    assert over_ranks(play, 2, make, 0) == epochs[0]
     play(0, 1)
     assert steps(stream(Chance(11)), 1) == epochs[1]
 
@@ -160,8 +161,8 @@ def test_a_stream_that_shuffles_by_chance_is_the_same_everywhere(play, workers):
 def test_micro_batches_say_what_they_are(play):
     play(1, 2)
     assert [tuple(m[1:]) for m in stream(Numbers(7), 5, 2).epoch(0)] == [
-        (1, 4, 2, 5, True),
-        (0, 5, 0, 2, True),
+        (1, 4, 2, 5, True, ()),
+        (0, 5, 0, 2, True, ()),
     ]
 
 
@@ -221,35 +222,182 @@ def test_ready_batches_are_cut_by_rows(play, workers):
     assert over_ranks(play, 2, make(collate_fn=lambda batch: batch * 2)) == doubled
 
 
-def test_a_stream_may_shard_itself(capsys):
-    assert steps(stream(Shards(7))) == split(7, 4)
-    line = "Shards is asked for its shards (it has a shard method), so the order of its samples"
-    assert capsys.readouterr().out.count(line) == 1
-    limited = stream(Shards(10**9), limit=2)
-    assert (limited.steps_per_epoch, steps(limited)) == (2, split(8, 4))
-    assert steps(limited, start_step=1) == [[4, 5, 6, 7]]
-    assert steps(stream(Shards(7), drop_last=True)) == [[0, 1, 2, 3]]
-
-
-def test_another_shard_method_is_left_alone():
-    class Other(Numbers):
-        def shard(self, num_shards, index):
-            raise AssertionError
-
-    assert not isinstance(stream(Other(3)), ShardedStreamBatches)
-    assert steps(stream(Other(3))) == [[0, 1, 2]]
-
-
-@pytest.mark.parametrize("kind", [Numbers, Shards])
 @pytest.mark.parametrize("micro", [None, 1, 9])
-def test_evaluation_is_in_stream_order_and_every_rank_has_work(play, kind, micro):
+def test_evaluation_is_in_stream_order_and_every_rank_has_work(play, micro):
     found = []
     for rank in (0, 1):
         play(rank, 2)
         options = LoaderOptions(0, pin_memory=False, seed=5, count=len)
-        source = open_source(kind(11), None, "val")
+        source = open_source(Numbers(11), None, "val")
         batches = evaluation_batches(source, GlobalBatchPlan(4, micro), options, limit=None)
         mine = [(m.position, m.batch.tolist()) for m in batches.epoch(0) if m.batch is not None]
         assert sum(len(batch) for _, batch in mine) >= 5
         found += mine
     assert [i for _, batch in sorted(found) for i in batch] == list(range(11))
+
+
+class Counted(Numbers):
+    """Shuffles by chance, counts what it reads, and can be taken up again where it was."""
+
+    def __init__(self, count):
+        super().__init__(count)
+        self.next, self.order, self.read, self.is_loaded = 0, None, 0, False
+
+    def __iter__(self):
+        if not self.is_loaded:
+            self.next, self.order = 0, torch.randperm(self.count).tolist()
+        self.is_loaded = False
+        while self.next < self.count:
+            self.next += 1
+            self.read += 1
+            yield self.order[self.next - 1] * 100 + random.randrange(100)
+
+    def state_dict(self):
+        return self.__dict__  # alive: it goes on changing
+
+    def load_state_dict(self, state):
+        self.next, self.order, self.is_loaded = state["next"], list(state["order"]), True
+
+
+def stopped_after(batches, epoch, count, start_step=0):
+    """Train ``count`` steps and return what they had, and the state after them."""
+    found, state = [[]], None
+    for micro in batches.epoch(epoch, start_step):
+        found[-1] += [] if micro.batch is None else micro.batch.tolist()
+        if micro.is_last:
+            if len(found) == count:  # as the loop saves: before it asks for the next one
+                state = copy.deepcopy(batches.state_dict())
+                break
+            found.append([])
+    return found, state
+
+
+@pytest.mark.parametrize(("saved_by", "resumed_by"), [(0, 0), (0, 2), (2, 1), (1, 0)])
+def test_a_stream_with_state_goes_on_at_once(play, capsys, saved_by, resumed_by):
+    for stop, world_size in itertools.product((1, 3, 4), (1, 2)):
+        expected = over_ranks(play, world_size, lambda: stream(Counted(23), 5, 2), epoch=1)
+        every = []
+        for rank in range(world_size):
+            play(rank, world_size)
+            before, state = stopped_after(stream(Counted(23), 5, 2, workers=saved_by), 1, stop)
+            assert (state["epoch"], state["step"], state["position"]) == (1, stop, stop * 5)
+            data = Counted(23)
+            batches = stream(data, 5, 2, workers=resumed_by)
+            batches.load_state_dict(state)
+            assert batches.state_dict() == state  # saved again before anything is read
+            every.append(before + steps(batches, 1, stop))
+            assert data.read == (0 if resumed_by else 23 - stop * 5)
+        assert [[i for part in parts for i in part] for parts in zip(*every, strict=True)] == (
+            expected
+        )
+    assert "resume" not in capsys.readouterr().out
+
+
+def test_the_state_of_another_place_is_of_no_use(capsys):
+    _, state = stopped_after(stream(Counted(23), 5), 1, 3)
+    for epoch, step in ((1, 2), (2, 3)):
+        resumed = stream(Counted(23), 5)
+        resumed.load_state_dict(state)
+        assert steps(resumed, epoch, step) == steps(stream(Counted(23), 5), epoch)[step:]
+        assert f"the first {step} global batches of epoch {epoch}" in capsys.readouterr().out
+
+
+def test_a_new_epoch_starts_anew():
+    batches = stream(Counted(8), 4)
+    _, state = stopped_after(batches, 0, 2)
+    resumed = stream(Counted(8), 4)
+    resumed.load_state_dict(state)
+    assert steps(resumed, 1) == steps(stream(Counted(8), 4), 1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_without_state_is_read_again_and_says_so(play, capsys, workers):
+    expected = over_ranks(play, 2, lambda: stream(Chance(23), 5, 2), epoch=1)
+    capsys.readouterr()
+    for rank in (0, 1):
+        play(rank, 2)
+        batches = stream(Chance(23), 5, 2, workers=workers)
+        before, state = stopped_after(batches, 1, 3)
+        assert state == {}
+        batches = stream(Chance(23), 5, 2, workers=workers)
+        batches.load_state_dict(state)
+        after = steps(batches, 1, 3)
+        if rank == 0:
+            first = before + after
+        else:
+            both = [a + b for a, b in zip(first, before + after, strict=True)]
+            assert both == expected
+    line = (
+        "resume: reading past the first 3 global batches of epoch 1, which are done; give Chance "
+        "state_dict and load_state_dict to go on at once"
+    )
+    assert capsys.readouterr().out.splitlines() == [line]
+
+
+class ReadyWithState(ReadyBatches):
+    """Ready batches of different sizes."""
+
+    next = 0
+
+    def __iter__(self):
+        sizes = (5, 1, 0, 3, 2)
+        while self.next < len(sizes):
+            self.next += 1
+            yield torch.arange(sizes[self.next - 1])
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_position_in_a_stream_of_ready_batches_is_kept(workers):
+    def make():
+        return stream(DataLoader(ReadyWithState(), batch_size=None, num_workers=workers))
+
+    found = [(m.position, m.num_samples) for m in make().epoch(0)]
+    assert found == [(0, 5), (5, 1), (6, 3), (9, 2)]
+    for stop in (1, 2, 3):
+        _, state = stopped_after(make(), 0, stop)
+        resumed = make()
+        resumed.load_state_dict(state)
+        assert [(m.position, m.num_samples) for m in resumed.epoch(0, stop)] == found[stop:]
+
+
+def random_collate(samples):
+    return torch.tensor(samples) * 1000 + random.randrange(1000)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_collating_draws_belongs_to_the_micro_batch(play, workers):
+    def make():
+        return stream(
+            DataLoader(Chance(23), 6, num_workers=workers, collate_fn=random_collate), micro=2
+        )
+
+    alone = over_ranks(play, 1, make)
+    assert over_ranks(play, 3, make) == alone
+    play(0, 1)
+    assert steps(make(), 0, start_step=2) == alone[2:]
+
+
+def test_order_facts_tell_the_length():
+    assert stream(Announced(7)).order_facts() == {"num_samples": 7}
+    assert stream(Numbers(7)).order_facts() == {"num_samples": None}
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_where_bits_count_evaluation_is_cut_alike_on_any_ranks(play, reproducible):
+    found = []
+    for world_size in (1, 2, 4):
+        sizes = {}
+        for rank in range(world_size):
+            play(rank, world_size)
+            options = LoaderOptions(0, False, 5, len, reproducible)
+            source = open_source(Numbers(11), None, "val")
+            batches = evaluation_batches(source, GlobalBatchPlan(8, 4), options, limit=None)
+            sizes.update({m.position: m.num_samples for m in batches.epoch(0) if m.num_samples})
+        found.append(sorted(sizes.items()))
+    assert (found[1:] == found[:-1]) == reproducible

@@ -221,6 +221,43 @@ def test_dropout_masks_depend_on_the_sample_and_not_on_the_rank(tmp_path: Path) 
     assert found[0] == found[1] == found[2]
 
 
+class Drawing(Regression):
+    """Its hooks draw: noise on gradients and weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[float] = []
+
+    def on_epoch_start(self) -> None:
+        self.drawn.append(random.random() + float(np.random.rand()))
+
+    def before_optimizer_step(self) -> None:
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad += torch.randn_like(parameter) / 10
+
+    def on_validation_end(self, metrics: Any) -> None:
+        self.drawn.append(float(torch.rand(())))
+
+
+def noisy_fit(run_dir: Path) -> Any:
+    task = Drawing()
+    options: dict[str, Any] = {"global_batch_size": 6, "micro_batch_size": 2, "max_epochs": 2}
+    fit(task, run_dir, train=samples(13), val=samples(3), **options)
+    return weights(task), task.drawn
+
+
+def test_hooks_draw_the_same_on_every_rank_and_at_every_world_size(tmp_path: Path) -> None:
+    ((alone, drawn),) = on_ranks(1, noisy_fit, tmp_path)
+    assert len(set(drawn)) == 4, "a number is drawn twice"
+    first, *others = on_ranks(3, noisy_fit, tmp_path)
+    assert_same(first[0], alone)
+    assert first[1] == drawn
+    for other in others:
+        assert_equal_bits(other[0], first[0])
+        assert other[1] == drawn
+
+
 class Faint(Regression):
     """Its gradients are small enough for fp16 from the first step on."""
 

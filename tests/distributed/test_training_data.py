@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import (
@@ -21,10 +22,18 @@ from support import (
     train_by_hand,
     weights,
 )
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    default_collate,
+)
 
 from trainer import DataModule, Trainer, distributed
-from trainer.data import batches
+from trainer.data import orders
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -136,7 +145,7 @@ def test_a_users_sampler_says_what_a_global_batch_is(tmp_path: Path) -> None:
 
 
 def train_on_many_batches(folder: Path) -> Any:
-    batches.SHARED_BATCHES = 4
+    orders.SHARED_BATCHES = 4
     task = Recorder()
     endless = ([i % 9, (i + 1) % 9, (i + 2) % 9] for i in itertools.count())
     loader = DataLoader(
@@ -379,3 +388,127 @@ def test_an_unseeded_loader_has_the_same_order_at_any_world_size() -> None:
     alone = shuffled(None)
     for found in on_ranks(2, shuffled, None):
         assert_same(found, alone)
+
+
+class Augmented(Dataset):
+    """Adds noise that it draws from all global generators."""
+
+    def __init__(self, count: int) -> None:
+        self.data = samples(count)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.data[index]
+        return x + torch.randn(3, dtype=x.dtype) + random.random(), y + np.random.rand()
+
+
+class AugmentedTogether(Augmented):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+class AugmentedStream(IterableDataset):
+    """Shuffles and adds noise as it goes, and can be taken up again where it was."""
+
+    def __init__(self, count: int) -> None:
+        self.data, self.state = Augmented(count), None
+
+    def __iter__(self) -> Any:
+        if self.state is None:
+            self.state = {"order": torch.randperm(len(self.data)).tolist(), "done": 0}
+        while self.state["done"] < len(self.data):
+            self.state["done"] += 1
+            yield self.data[self.state["order"][self.state["done"] - 1]]
+        self.state = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+class ForgetfulStream(IterableDataset):
+    def __init__(self, count: int) -> None:
+        self.data = Augmented(count)
+
+    def __iter__(self) -> Any:
+        return (self.data[index] for index in torch.randperm(len(self.data)).tolist())
+
+
+def mixing(batch: list[Any]) -> Any:
+    x, y = default_collate(batch)
+    share = random.random()
+    return share * x + (1 - share) * x.flip(0), y
+
+
+def varying_loader(count: int) -> Any:
+    """Batches of different sizes, drawn from a generator that goes on from epoch to epoch."""
+    sampler = RandomSampler(range(count), generator=torch.Generator().manual_seed(3))
+    return DataLoader(Augmented(count), batch_sampler=ByOneToFour(sampler))
+
+
+class ByOneToFour:
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Any:
+        order = iter(self.sampler)
+        for size in itertools.cycle((4, 3, 2, 1)):
+            if not (batch := list(itertools.islice(order, size))):
+                return
+            yield batch
+
+
+KINDS: dict[str, Any] = {
+    "samples": Augmented,
+    "together": AugmentedTogether,
+    "collated": lambda count: DataLoader(Augmented(count), 6, shuffle=True, collate_fn=mixing),
+    "varying": varying_loader,
+    "stream": AugmentedStream,
+    "forgetful stream": ForgetfulStream,
+}
+
+
+def train_on_chance(folder: Path, **options: Any) -> Any:
+    """Weights and validation loss by kind of data."""
+    found = {}
+    for name, make in KINDS.items():
+        torch.manual_seed(distributed.rank())  # what was drawn before plays no part
+        data, own = make(23), {}
+        if not isinstance(data, DataLoader):
+            own = {"global_batch_size": 6, "num_workers": distributed.world_size() - 1}
+        task = Regression()
+        result = fit(
+            task,
+            folder / name,
+            train=data,
+            val=Augmented(5),
+            micro_batch_size=2,
+            max_epochs=2,
+            **{"shuffle": True, **own, **options},
+        )
+        found[name] = {**weights(task), "val/loss": torch.tensor(result.metrics["val/loss"])}
+    return found
+
+
+def train_and_stop(folder: Path) -> Any:
+    found = train_on_chance(folder / "whole")
+    train_on_chance(folder / "stopped", max_steps=6, num_workers=0)
+    return found
+
+
+def test_what_data_draws_is_the_same_at_any_world_size_and_after_a_resume(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    alone = train_on_chance(tmp_path / "alone")
+    for found in on_ranks(2, train_and_stop, tmp_path):
+        assert_same(found, alone)
+    capfd.readouterr()
+    assert_same(train_on_chance(tmp_path / "stopped", resume="auto"), alone)
+    said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("resume: read")]
+    assert len(said) == 1
+    assert "past the first 2 global batches of epoch 1" in said[0]
+    assert "give ForgetfulStream state_dict and load_state_dict" in said[0]

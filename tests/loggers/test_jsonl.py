@@ -72,6 +72,23 @@ def test_several_events_at_the_step_of_the_checkpoint_stay(
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 3, 4]
 
 
+def test_events_at_the_step_of_the_checkpoint_that_came_after_it_go(
+    make_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = make_run()
+    logger = log_steps(run, 1, 3)
+    state = logger.state_dict()
+    logger.log(run, {"val/loss": 0.5})
+    logger.close()
+    again = JsonlLogger()
+    again.load_state_dict(state)
+    again.open(run)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+    again.log(run, {"val/loss": 0.25})
+    assert again.state_dict() == {"num_lines": 4}
+    again.close()
+
+
 def test_resume_where_there_is_no_file(make_run: Callable[..., Run], tmp_path: Path) -> None:
     log_steps(make_run(), 4, 5).close()
     assert [line["step"] for line in lines(tmp_path)] == [4, 5]

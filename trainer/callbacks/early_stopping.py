@@ -40,14 +40,16 @@ class EarlyStopping(Callback):
         self.patience = patience
         self.min_delta = min_delta
         self._best: float | None = None
+        self._last: float | None = None
         self._without_improvement = 0
         self._validations = 0
 
     def on_fit_start(self, run: Run) -> None:
-        """Begin to count the validations of this fit; a new one knows nothing of the one before."""
+        """Forget an earlier fit, unless this one goes on from it; that may have run to its end."""
         self._validations = 0
         if run.step == 0:
-            self._best, self._without_improvement = None, 0
+            self._best, self._last, self._without_improvement = None, None, 0
+        self._stop_if_due(run)
 
     def on_validation_end(self, run: Run, metrics: Mapping[str, float]) -> None:
         """Compare with the best value so far, and ask for a stop when patience runs out."""
@@ -58,37 +60,47 @@ class EarlyStopping(Callback):
                 f"EarlyStopping monitors {self.monitor!r}, which nothing logs; monitor one of "
                 f"{', '.join(sorted(known)) or 'the metrics that the task logs (it logs none)'}"
             )
-        value = known[self.monitor]
-        if not math.isfinite(value):
-            run.request_stop(f"{self.monitor} is {value} at step {run.step}")
-        elif self._improves(value):
+        self._last = value = known[self.monitor]
+        if self._improves(value):
             self._best, self._without_improvement = value, 0
         else:
             self._without_improvement += 1
-            if self._without_improvement >= self.patience:
-                run.request_stop(
-                    f"{self.monitor} has not improved on {self._best:.6g} in "
-                    f"{self._without_improvement} validations"
-                )
+        self._stop_if_due(run)
 
     def on_fit_end(self, run: Run) -> None:
         """Warn if there was nothing to watch."""
-        if not self._validations:
+        if not self._validations and self._last is None:
             warnings.warn(
                 f"EarlyStopping(monitor={self.monitor!r}) had no effect: the run had no validation",
                 stacklevel=2,
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value and the count of validations since."""
-        return {"best": self._best, "without_improvement": self._without_improvement}
+        """Return the best and the last value, and the count of validations since the best."""
+        return {
+            "best": self._best,
+            "last": self._last,
+            "without_improvement": self._without_improvement,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take them back."""
         self._best = state["best"]
+        self._last = state["last"]
         self._without_improvement = state["without_improvement"]
 
+    def _stop_if_due(self, run: Run) -> None:
+        if self._last is not None and not math.isfinite(self._last):
+            run.request_stop(f"{self.monitor} is {self._last} at step {run.step}")
+        elif self._without_improvement >= self.patience:
+            run.request_stop(
+                f"{self.monitor} has not improved on {self._best:.6g} in "
+                f"{self._without_improvement} validations"
+            )
+
     def _improves(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
         if self._best is None:
             return True
         gain = self._best - value if self.mode == "min" else value - self._best

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
+import torch
 from torch import nn
 
 from trainer import distributed
 from trainer.checkpoint import manifest
+from trainer.checkpoint.changes import (
+    describe,
+    differences,
+    lambda_counts,
+    lambda_factors,
+    moved,
+    refuse,
+)
+from trainer.checkpoint.optimizer_state import take_over
+from trainer.checkpoint.weights import load_weights
 from trainer.checkpoint.writer import CheckpointWriter, Snapshot, read_state
 from trainer.logbook import NotFiniteError
 from trainer.messages import listed
+from trainer.optimization import Schedule
 from trainer.run import Run
 from trainer.session import Session
 
@@ -27,6 +39,20 @@ class Stateful(Protocol):
         """Take back what ``state_dict`` returned."""
 
 
+class _Found(NamedTuple):
+    """What a run starts from.
+
+    Attributes:
+        state: Of the checkpoint to resume; None for a new run from old weights.
+        changed: The parts of the experiment that are no longer the same.
+        is_own: Whether the checkpoint is one of the run's own.
+    """
+
+    state: dict[str, Any] | None
+    changed: Collection[str]
+    is_own: bool
+
+
 class Saver:
     """Saves a run and resumes it. Every rank has one; rank 0's writes and reads."""
 
@@ -34,6 +60,8 @@ class Saver:
         self,
         session: Session,
         view: Run,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
         parts: Mapping[str, Stateful],
         run_config: Mapping[str, Any],
     ) -> None:
@@ -42,38 +70,48 @@ class Saver:
         Args:
             session: Has the task, whose weights are kept beside the parts.
             view: Gives step and metrics; learns which checkpoints there are.
-            parts: Everything else with state, by name. Ranks other than 0 may have fewer.
+            optimizer: As the task has configured it.
+            schedule: Likewise.
+            parts: Everything else with state, by name, ``train_state`` among it. Ranks other than
+                0 may have fewer.
             run_config: The config that goes into every checkpoint.
         """
         self._session = session
         self._config = session.config
         self._view = view
-        self._parts = parts
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._parts = {"run": view, **parts}
         self._run_config = run_config
+        self._experiment = describe(
+            session.task, schedule.setup, session.config, session.data_order
+        )
         self._writer: CheckpointWriter | None = None
-        self._written: tuple[int, float | None] = (-1, None)  # the last one: step and metric
+        self._written: Any = None  # what the last checkpoint knows, see _now
 
-    def resume(self) -> None:
+    def start(self) -> Mapping[str, Any]:
         """Take everything back from the checkpoint that ``resume`` names, if there is one.
 
+        Otherwise take the weights that ``init_from`` names. Must be called on every rank.
+
+        Returns:
+            What `save` was given for that checkpoint; empty in a new run.
+
         Raises:
-            ValueError: If it is not there, damaged, or of another task or batch size.
+            ValueError: If it is not there or damaged, if its weights do not fit, or if it is of
+                another experiment, and that is not accepted.
         """
-        path, state = None, None
-        if distributed.rank() == 0 and self._config.resume is not None:
-            path = self._find(self._config.resume)
-            state = None if path is None else read_state(path)
-        state = distributed.broadcast_object(state)
-        if state is None:
-            return
-        self._check_data_order(state["data_order"])
-        self._session.load(self._view.run_dir, path)
-        for name, part in self._parts.items():
-            if name in state:
-                part.load_state_dict(state[name])
-            else:
-                print(f"resume: the checkpoint has no state for {name}, which starts anew")
-        self._written = (self._view.step, None)
+        found = distributed.on_first_rank(self._read)
+        if found is None:
+            return {}
+        self._session.share_weights()
+        if found.state is None:
+            return {}
+        self._take_back(found.state, found.changed)
+        if found.is_own:
+            self._written = self._now()
+        shared: dict[str, Any] = found.state["shared"]
+        return shared
 
     def open(self) -> None:
         """Get ready to write; checkpoints beyond the current step are set aside."""
@@ -81,10 +119,13 @@ class Saver:
             folder = self._view.run_dir / manifest.FOLDER
             self._writer = CheckpointWriter(folder, self._config.checkpoint, self._view.step)
 
-    def save(self) -> None:
+    def save(self, shared: Mapping[str, Any]) -> None:
         """Start writing a checkpoint of this step, unless there is one that knows as much.
 
         Must be called on every rank.
+
+        Args:
+            shared: State that every rank takes back from `start`, and that rank 0 has.
 
         Raises:
             NotFiniteError: If a weight is NaN or infinite; nothing is written then.
@@ -96,15 +137,24 @@ class Saver:
         if self._writer is None:
             return
         metric = self._monitored()
-        if self._written[0] == self._view.step and metric in (None, self._written[1]):
+        now = self._now()
+        if self._written == now:
             return
-        self._written = (self._view.step, metric)
-        parts = {name: part.state_dict() for name, part in self._parts.items()}
+        self._written = now
+        counts = lambda_counts(self._schedule.setup.scheduler)
+        state = {
+            "optimizer": self._optimizer.state_dict(),
+            "schedule": self._schedule.state_dict(),
+            **{name: part.state_dict() for name, part in self._parts.items()},
+            "trained": [name for name, p in task.named_parameters() if p.requires_grad],
+            "shared": shared,
+            "experiment": {**self._described(counts), "counts": counts},
+        }
         self._writer.save(
             Snapshot(
                 step=self._view.step,
                 weights=task.state_dict(),
-                state={**parts, "data_order": self._data_order()},
+                state=state,
                 config=self._run_config,
                 world_size=distributed.world_size(),
                 metric=metric,
@@ -131,13 +181,77 @@ class Saver:
         if self._writer is not None:
             self._writer.close()
 
+    def _read(self) -> _Found | None:
+        """On rank 0: read what the run starts from, refuse what does not fit, load the weights."""
+        config, task, run_dir = self._config, self._session.task, self._view.run_dir
+        path = None if config.resume is None else self._find(config.resume)
+        if path is None:
+            if config.init_from is None:
+                return None
+            path = manifest.find(run_dir, config.init_from)
+            load_weights(task, path)
+            print(f"new run from the weights in {path}", flush=True)
+            return _Found(None, (), False)
+        ignored = "" if config.init_from is None else f", not init_from={config.init_from}"
+        print(f"resuming from {path}{ignored}", flush=True)
+        state = read_state(path)
+        old = state["experiment"]
+        new = self._described(old["counts"])
+        changes = differences(old, new)
+        refuse(path, changes, config.accept_changes)
+        if "data" in changes:
+            state["train_state"]["step_in_epoch"] = moved(state["train_state"], old, new)
+        load_weights(task, path, strict="model" not in changes)
+        for line in (line for lines in changes.values() for line in lines):
+            print(f"accepted {line}", flush=True)
+        for name in state:
+            if name.startswith(("callbacks/", "loggers/")) and name not in self._parts:
+                print(f"resume: there is no {name} any more, its state is dropped", flush=True)
+        folder = (run_dir / manifest.FOLDER).resolve()
+        return _Found(state, tuple(changes), is_own=path.resolve().parent == folder)
+
     def _find(self, resume: str) -> Path | None:
         if resume != "auto":
-            path: Path | None = manifest.find(self._view.run_dir, resume, of_run="last")
-        else:
-            path = manifest.newest_valid(self._view.run_dir)
-        print(f"resuming from {path or 'nothing: there is no checkpoint yet'}", flush=True)
+            return manifest.find(self._view.run_dir, resume, of_run="last")
+        path = manifest.newest_valid(self._view.run_dir)
+        if path is None:
+            print("resuming from nothing: there is no checkpoint yet", flush=True)
         return path
+
+    def _take_back(self, state: dict[str, Any], changed: Collection[str]) -> None:
+        notes = []
+        for name, part in self._parts.items():
+            if name in state:
+                part.load_state_dict(state[name])
+            else:
+                notes.append(f"the checkpoint has no state for {name}, which starts anew")
+        schedule, clock = self._schedule, state["train_state"]
+        if not {"optimizer", "schedule"} & set(changed):
+            schedule.load_state_dict(state["schedule"])
+        else:
+            schedule.advance_to(clock["step"], clock["epoch"])
+            if schedule.setup.monitor is not None:
+                notes.append(f"the schedule that follows {schedule.setup.monitor} starts anew")
+        old = state["experiment"]
+        new = self._described(old["counts"])
+        notes += take_over(self._optimizer, state["optimizer"], old, new, changed)
+        if "model" not in changed:
+            trained = set(state["trained"])
+            for name, parameter in self._session.task.named_parameters():
+                parameter.requires_grad_(name in trained)
+        if distributed.rank() == 0:
+            for note in notes:
+                print(f"resume: {note}", flush=True)
+
+    def _described(self, counts: Mapping[str, list[int]]) -> dict[str, dict[str, Any]]:
+        """Return the experiment, with what a schedule's functions return at ``counts``."""
+        factors = lambda_factors(self._schedule.setup.scheduler, counts)
+        return {**self._experiment, "schedule": {**self._experiment["schedule"], **factors}}
+
+    def _now(self) -> Any:
+        """Return what tells whether a checkpoint of this step would say anything new."""
+        clock = self._parts["train_state"].state_dict()
+        return {name: value for name, value in clock.items() if name != "time_s"}
 
     def _monitored(self) -> float | None:
         """Return the metric that decides which checkpoint is best, if it was measured just now."""
@@ -153,24 +267,6 @@ class Saver:
             f"checkpoint.monitor={monitor} is measured by nobody; there are: "
             f"{', '.join(sorted(self._view.metrics)) or 'none'}"
         )
-
-    def _data_order(self) -> dict[str, Any]:
-        """What the order of the samples follows from, beside the clock."""
-        return {"seed": self._config.seed, "global_batch_size": self._view.global_batch_size}
-
-    def _check_data_order(self, saved: Mapping[str, Any]) -> None:
-        changed = {
-            name: (saved[name], value)
-            for name, value in self._data_order().items()
-            if saved[name] != value
-        }
-        if changed:
-            diff = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
-            raise ValueError(
-                f"resume with another order of the samples: {diff}. Some samples would come twice "
-                "and others never; set them back, or start a new run from the weights by "
-                "load_weights"
-            )
 
 
 def check_finite(task: nn.Module, step: int) -> None:

@@ -83,7 +83,8 @@ def load_weights(
         raise ValueError(
             f"the weights in {path} do not fit {type(module).__name__}: "
             + "; ".join(f"{what}: {listed(names)}" for what, names in parts if names)
-            + ". Build the module as it was trained, or load what fits with strict=False"
+            + ". Build the module as it was trained, or load what fits beforehand by "
+            "load_weights(task, path, strict=False)"
         )
     return differences
 

@@ -7,15 +7,17 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
+from trainer.data import draws
 from trainer.data.loading import MicroBatch, Source, length, set_epoch
+from trainer.seeding import Stream, seed_generators, stream_key
 
 
 class Request(NamedTuple):
     """A micro-batch that is still to be loaded: its ``indices`` instead of its batch."""
 
-    indices: Sequence[int]
+    indices: Sequence[Any]
     position: int
     number: int
     global_size: int
@@ -24,12 +26,19 @@ class Request(NamedTuple):
 
 
 class Fetch(Dataset[MicroBatch]):
-    """Loads what a request asks for; runs in the rank's process or in a loader worker."""
+    """Loads what a request asks for; runs in the rank's process or in a loader worker.
 
-    def __init__(self, source: Source) -> None:
+    What the dataset draws for a sample from Python's, NumPy's and torch's global generators is a
+    function of the seed, the epoch and the sample's position; what ``__getitems__`` or the collate
+    function draws, of the position of the micro-batch.
+    """
+
+    def __init__(self, source: Source, seed: int) -> None:
         self.source = source._replace(loader=None)  # workers need no copy of it
         self._dataset = source.dataset
         self._epoch = 0
+        self._seed = seed
+        self._draws = False  # whether the dataset has been seen to draw random numbers
 
     def __getitem__(self, request: Request) -> MicroBatch:
         """Load one micro-batch.
@@ -42,20 +51,38 @@ class Fetch(Dataset[MicroBatch]):
             set_epoch(self._dataset, request.epoch)
             self._epoch = request.epoch
         indices = list(request.indices)
-        batch = self._load(indices) if indices else None
-        return MicroBatch(batch, len(indices), *request[1:5])
+        batch = self._load(indices, request.position) if indices else None
+        return MicroBatch(batch, len(indices), *request[1:5], request.indices)
 
-    def _load(self, indices: list[int]) -> Any:
-        if callable(getattr(self._dataset, "__getitems__", None)):
-            samples = self._get_items(indices)
-            # Anything but a list is a batch that is collated already.
-            return self._collate(samples, indices) if isinstance(samples, list) else samples
+    def _load(self, indices: list[Any], position: int) -> Any:
         if type(self._dataset) is TensorDataset and self.source.collate is default_collate:
             with suppress(IndexError, RuntimeError):  # item by item, the index at fault is found
                 return _rows(self._dataset, indices)
-        return self._collate([self._get_item(index) for index in indices], indices)
+        key = stream_key(self._seed, Stream.MICRO_BATCH, self._epoch, position)
+        if _fetches_together(self._dataset):
+            seed_generators(key)
+            samples = self._get_items(indices)
+            if not isinstance(samples, list):
+                return samples  # a batch that is collated already
+        else:
+            samples = self._get_each(indices, position)
+            seed_generators(key)
+        return self._collate(samples, indices)
 
-    def _collate(self, samples: list[Any], indices: list[int]) -> Any:
+    def _get_each(self, indices: list[Any], position: int) -> list[Any]:
+        if not self._draws:
+            draws.watch()
+            samples = [self._get_item(index) for index in indices]
+            self._draws = draws.anything_drawn()
+            if not self._draws:
+                return samples
+        samples = []
+        for place, index in enumerate(indices, position):
+            seed_generators(stream_key(self._seed, Stream.SAMPLE, self._epoch, place))
+            samples.append(self._get_item(index))
+        return samples
+
+    def _collate(self, samples: list[Any], indices: list[Any]) -> Any:
         try:
             return self.source.collate(samples)
         except Exception as error:
@@ -64,13 +91,13 @@ class Fetch(Dataset[MicroBatch]):
                 "of one batch must have the same keys and shapes, or collate_fn must pad them"
             ) from error
 
-    def _get_item(self, index: int) -> Any:
+    def _get_item(self, index: Any) -> Any:
         try:
             return self._dataset[index]
         except Exception as error:
             raise _item_error(self._dataset, index, error) from error
 
-    def _get_items(self, indices: list[int]) -> Any:
+    def _get_items(self, indices: list[Any]) -> Any:
         try:
             return self._dataset.__getitems__(indices)
         except Exception as error:
@@ -86,13 +113,19 @@ class Fetch(Dataset[MicroBatch]):
             ) from error
 
 
+def _fetches_together(dataset: Any) -> bool:
+    while type(dataset) is Subset:  # has a __getitems__ also where its dataset has none
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))
+
+
 def _rows(dataset: TensorDataset, indices: list[int]) -> list[torch.Tensor]:
     """Return what collating the items gives, in one call per tensor instead of one per sample."""
     chosen = torch.tensor(indices)
     return [tensor.index_select(0, chosen) for tensor in dataset.tensors]
 
 
-def _item_error(dataset: Any, index: int, error: Exception) -> ValueError:
+def _item_error(dataset: Any, index: Any, error: Exception) -> ValueError:
     return ValueError(
         f"{type(dataset).__name__}[{index}] raised {type(error).__name__}: {error}; repair or "
         f"leave out the sample with index {index} (len() of the dataset: {length(dataset)})"

@@ -6,7 +6,7 @@ with indices are cut in ``batches.py``, iterable ones in ``streams.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -22,9 +22,10 @@ from torch.utils.data import (
     default_collate,
     get_worker_info,
 )
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from trainer import distributed
-from trainer.seeding import stream_key
+from trainer.seeding import Stream, stream_key
 
 
 class MicroBatch(NamedTuple):
@@ -37,6 +38,7 @@ class MicroBatch(NamedTuple):
         number: Its number within the global batch, over all ranks.
         global_size: Samples in the whole global batch.
         is_last: Whether it is this rank's last one of the global batch.
+        indices: The dataset's indices of its samples, in order; none where samples have no index.
     """
 
     batch: Any
@@ -45,6 +47,11 @@ class MicroBatch(NamedTuple):
     number: int
     global_size: int
     is_last: bool
+    indices: Sequence[Any] = ()
+
+    def pin_memory(self) -> MicroBatch:
+        """Pin the batch; torch's loader asks for it, and would go through the numbers too."""
+        return self._replace(batch=pin_memory(self.batch))  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -56,12 +63,14 @@ class LoaderOptions:
         pin_memory: Whether batches are put into page-locked memory, for asynchronous copies.
         seed: Seed of the run.
         count: Counts the samples of a ready-made batch (``TaskModule.batch_size``).
+        reproducible: Whether nothing that is loaded may depend on the world size.
     """
 
     num_workers: int
     pin_memory: bool
     seed: int
     count: Callable[[Any], int]
+    reproducible: bool = False
 
 
 class Source(NamedTuple):
@@ -142,6 +151,25 @@ class Batches:
         """Yield this rank's micro-batches of one epoch, from global batch ``start_step`` on."""
         raise NotImplementedError
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what ``epoch`` needs, beside epoch and step, to go on from here in a later run.
+
+        Call it on every rank, at the end of a step; rank 0's state is the one to keep. It is empty
+        where the order is a formula.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what rank 0's ``state_dict`` returned; call it on every rank.
+
+        Raises:
+            ValueError: If these batches cannot go on from there.
+        """
+
+    def order_facts(self) -> dict[str, Any]:
+        """Return what the order of the samples follows from, beside the seed and the clock."""
+        return {}
+
 
 def data_loader(
     dataset: Dataset[Any],
@@ -172,7 +200,9 @@ def data_loader(
     if sampler is not None and not own["num_workers"] and not own["pin_memory"]:
         return _InProcess(dataset, sampler)
     # Loader workers are seeded from here: apart from the global generator, and unlike on each rank.
-    generator = torch.Generator().manual_seed(stream_key(options.seed, distributed.rank()))
+    generator = torch.Generator().manual_seed(
+        stream_key(options.seed, Stream.LOADER, distributed.rank())
+    )
     return DataLoader(
         dataset,
         batch_size=None,
@@ -202,8 +232,9 @@ class _WorkerInit:
     """Shows a loader worker's user code the user's dataset, not the one that wraps it.
 
     Every worker reads the whole of a stream. A dataset or ``worker_init_fn`` that splits it by
-    ``get_worker_info()`` is therefore told that its worker is the only one: with a part of the
-    stream in each worker, positions would mean other samples in every one of them.
+    ``get_worker_info()`` is therefore told that its worker is the only one, and one that shuffles
+    by its seed gets the same one everywhere: with a part of the stream or an order of its own in
+    each worker, positions would mean other samples in every one of them.
     """
 
     def __init__(self, user_init: Callable[[int], None] | None) -> None:
@@ -212,12 +243,12 @@ class _WorkerInit:
     def __call__(self, worker_id: int) -> None:
         info = cast(torch_worker.WorkerInfo, get_worker_info())
         ours: Any = info.dataset
-        number, count = info.id, info.num_workers
+        number, count, seed = info.id, info.num_workers, info.seed
         if isinstance(ours, IterableDataset):
-            ours.place = (number, count)  # type: ignore[attr-defined]
+            seed = ours.become(number, count)  # type: ignore[attr-defined]
             number, count = 0, 1
         torch_worker._worker_info = torch_worker.WorkerInfo(
-            id=number, num_workers=count, seed=info.seed, dataset=ours.source.dataset
+            id=number, num_workers=count, seed=seed, dataset=ours.source.dataset
         )
         if self._user_init is not None:
             self._user_init(worker_id)
@@ -225,9 +256,21 @@ class _WorkerInit:
 
 def set_epoch(thing: Any, epoch: int) -> None:
     """Call ``set_epoch(epoch)`` on ``thing`` and on every sampler and dataset that it holds."""
+    for node in _within(thing):
+        if callable(getattr(node, "set_epoch", None)):
+            node.set_epoch(epoch)
+
+
+def generators(thing: Any) -> list[torch.Generator]:
+    """Return the random generators that ``thing``, or a sampler or dataset that it holds, has."""
+    return [node for node in _within(thing) if isinstance(node, torch.Generator)]
+
+
+def _within(thing: Any) -> Iterator[Any]:
+    """Yield ``thing`` and the samplers, datasets and generators that it holds, each once."""
     seen: set[int] = set()
 
-    def visit(node: Any) -> None:
+    def visit(node: Any) -> Iterator[Any]:
         if id(node) in seen:
             return
         seen.add(id(node))
@@ -236,17 +279,16 @@ def set_epoch(thing: Any, epoch: int) -> None:
         elif isinstance(node, dict):
             parts = list(node.values())
         else:
-            if callable(getattr(node, "set_epoch", None)):
-                node.set_epoch(epoch)
+            yield node
             parts = list(vars(node).values()) if hasattr(node, "__dict__") else []
         # A look at the first few tells a long list of samples from one of datasets.
-        if len(parts) > 64 and not any(_has_epochs(part) for part in parts[:64]):
+        if len(parts) > 64 and not any(_is_of_interest(part) for part in parts[:64]):
             return
         for part in parts:
-            if _has_epochs(part) or isinstance(part, list | tuple | dict):
-                visit(part)
+            if _is_of_interest(part) or isinstance(part, list | tuple | dict):
+                yield from visit(part)
 
-    visit(thing)
+    yield from visit(thing)
 
 
 def length(sized: Any) -> int | None:
@@ -257,8 +299,13 @@ def length(sized: Any) -> int | None:
         return None
 
 
-def _has_epochs(thing: Any) -> bool:
-    return isinstance(thing, Sampler | Dataset) or hasattr(thing, "set_epoch")
+def has_state(thing: Any) -> bool:
+    """Whether ``thing`` can be taken up again where it was."""
+    return all(callable(getattr(thing, f"{verb}state_dict", None)) for verb in ("", "load_"))
+
+
+def _is_of_interest(thing: Any) -> bool:
+    return isinstance(thing, Sampler | Dataset | torch.Generator) or hasattr(thing, "set_epoch")
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -2,19 +2,21 @@
 
 Every rank reads the whole stream and keeps its own part of each global batch, which is exact and
 needs no agreement on where the stream ends.
+
+A run that resumes goes on in the middle of a stream through the dataset's ``state_dict`` and
+``load_state_dict``, by the convention of torchdata: after loading, ``iter`` goes on from there. The
+state must be that right after the last global batch that was trained on. Loader workers read ahead,
+so from there it comes with every global batch. Other streams are read again up to there.
 """
 
 from __future__ import annotations
 
-import inspect
 import itertools
-import random
+import pickle
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
-import numpy as np
-import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from trainer import distributed
 from trainer.data.loading import (
@@ -23,11 +25,12 @@ from trainer.data.loading import (
     MicroBatch,
     Source,
     data_loader,
+    has_state,
     length,
     set_epoch,
 )
 from trainer.data.plan import GlobalBatchPlan
-from trainer.seeding import stream_key
+from trainer.seeding import Stream, seed_generators, stream_key
 from trainer.trees import rows
 
 
@@ -38,7 +41,6 @@ def stream_batches(
     *,
     drop_last: bool,
     limit: int | None,
-    in_order: bool = False,
 ) -> Batches:
     """Return a rank's micro-batches of a stream.
 
@@ -48,7 +50,6 @@ def stream_batches(
         options: How to load.
         drop_last: Whether a last, smaller global batch is left out.
         limit: The most global batches.
-        in_order: Whether to cut by position even a stream that could shard itself.
     """
     num_samples = length(source.dataset)
     steps = None
@@ -56,16 +57,22 @@ def stream_batches(
         steps = plan.steps_per_epoch(num_samples, drop_last)
     if limit is not None:
         steps = limit if steps is None else min(steps, limit)
-    if not in_order and not source.yields_batches and _shards_itself(source.dataset):
-        if distributed.rank() == 0:
-            print(
-                f"{type(source.dataset).__name__} is asked for its shards (it has a shard method), "
-                "so the order of its samples depends on the world size"
-            )
-        sharded = _ShardedStream(source, plan, options, drop_last, limit)
-        return ShardedStreamBatches(sharded, limit, options, source.loader)
     stream = _Stream(source, plan, options, drop_last, limit)
     return StreamBatches(stream, steps, options, source.loader)
+
+
+class Read(NamedTuple):
+    """What one rank gets of one global batch of a stream.
+
+    Attributes:
+        parts: Its micro-batches.
+        end: Position of the first sample after the global batch.
+        state: The dataset's state right after it, pickled, if a loader worker has read it.
+    """
+
+    parts: list[MicroBatch]
+    end: int
+    state: bytes | None
 
 
 class StreamBatches(Batches):
@@ -81,50 +88,76 @@ class StreamBatches(Batches):
         self.steps_per_epoch = steps_per_epoch
         self._stream = stream
         self._loader = data_loader(stream, options, loader)
+        self._reached: dict[str, Any] = {}  # where the loop is in the stream
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of one epoch, from global batch ``start_step`` on."""
-        self._stream.start(epoch)
-        for step, parts in enumerate(self._loader):
+        self._stream.start(epoch, start_step, self._resumed(epoch, start_step))
+        for step, read in enumerate(self._loader, start_step):
             if step == self.steps_per_epoch:
                 dataset = self._stream.source.dataset
                 raise ValueError(
                     f"{type(dataset).__name__} yields more samples than the {len(dataset)} that "
                     "its len() says; correct its __len__ or leave it out"
                 )
-            if step >= start_step:
-                yield from parts
+            self._reached = {
+                "epoch": epoch,
+                "step": step + 1,
+                "position": read.end,
+                "dataset": read.state,
+            }
+            yield from read.parts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the dataset's state after the last global batch, if it has one, and where that is.
+
+        It is loaded in the middle of an epoch only: a new one starts by ``iter`` alone.
+        """
+        dataset = self._stream.source.dataset
+        if not self._reached or not has_state(dataset):
+            return {}
+        state = self._reached["dataset"]
+        if state is None:  # read in this process, and no further than the loop is
+            state = dataset.state_dict()
+        elif isinstance(state, bytes):
+            state = pickle.loads(state)
+        return {**self._reached, "dataset": state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state`` when the epoch starts there."""
+        self._reached = state
+
+    def order_facts(self) -> dict[str, Any]:
+        """Return the number of samples, None where the stream has no length."""
+        return {"num_samples": length(self._stream.source.dataset)}
+
+    def _resumed(self, epoch: int, start_step: int) -> dict[str, Any] | None:
+        """Return what an earlier run reached; None to read the stream again up to there."""
+        dataset = self._stream.source.dataset
+        if start_step == 0:
+            return None
+        place = (self._reached.get("epoch"), self._reached.get("step"))
+        if place == (epoch, start_step) and has_state(dataset):
+            return self._reached
+        say_skipped(type(dataset).__name__, epoch, start_step)
+        return None
 
 
-class ShardedStreamBatches(StreamBatches):
-    """Micro-batches of a stream that shards itself, so that only the ranks together know its end.
-
-    Before each step the ranks add up what they have: one small collective per step.
-    """
-
-    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[MicroBatch]:
-        """Yield this rank's micro-batches until every rank's part has ended."""
-        stream = self._stream
-        stream.start(epoch)
-        parts = itertools.islice(self._loader, start_step, None)
-        empty = MicroBatch(None, 0, 0, 0, 0, True)
-        for step in itertools.count(start_step):
-            if step == stream.limit:
-                return
-            mine: list[MicroBatch] = next(parts, [])
-            count = torch.tensor([sum(micro.num_samples for micro in mine)])
-            global_size = int(distributed.all_reduce_sum(count))
-            if global_size == 0 or (stream.drop_last and global_size < stream.global_batch_size):
-                return
-            for micro in mine or [empty]:
-                yield micro._replace(global_size=global_size)
+def say_skipped(whose: str, epoch: int, steps: int) -> None:
+    """Say, once, that a run resumes by reading a stream again, and who could do better."""
+    if distributed.rank() == 0:
+        print(
+            f"resume: reading past the first {steps} global batches of epoch {epoch}, which are "
+            f"done; give {whose} state_dict and load_state_dict to go on at once",
+            flush=True,
+        )
 
 
-class _Stream(IterableDataset[list[MicroBatch]]):
+class _Stream(IterableDataset[Read]):
     """Reads a stream in global batches and yields this rank's micro-batches of each.
 
-    With several loader workers, worker k of n handles the global batches k, k + n, ...: torch's
-    DataLoader takes from its workers in turn, which restores the order.
+    With several loader workers, each takes its turn at a global batch: torch's DataLoader takes
+    from its workers in turn, which restores the order.
     """
 
     def __init__(
@@ -137,45 +170,62 @@ class _Stream(IterableDataset[list[MicroBatch]]):
     ) -> None:
         self.source = source._replace(loader=None)  # workers need no copy of it
         self._yields_batches = source.yields_batches
-        self.drop_last = drop_last
-        self.limit = limit
-        self.place = (0, 1)  # this loader worker's number, and how many there are
+        self._worker = (0, 1)  # this loader worker's number, and how many there are
         self._plan = plan
+        self._drop_last = drop_last
+        self._limit = limit
         self._seed = options.seed
         # Workers get a copy of what is kept here: of the task, for ready batches only.
         self._count = options.count if self._yields_batches else len
-        self._pass = -1
         # Told now: a worker process has no process group to ask.
         self._rank = distributed.rank()
         self._world_size = distributed.world_size()
 
-    @property
-    def global_batch_size(self) -> int:
-        """Samples per step, where the stream is one of samples."""
-        return cast(int, self._plan.global_batch_size)
+    def start(self, epoch: int, step: int, reached: dict[str, Any] | None) -> None:
+        """Get ready for one pass over the stream, before workers copy it.
 
-    def start(self, epoch: int) -> None:
-        """Get ready for one pass over the stream, before workers copy it."""
+        Args:
+            epoch: The epoch.
+            step: The first global batch to yield.
+            reached: Where an earlier run was, with the state of the dataset there; None to read the
+                stream from its start.
+        """
         set_epoch(self.source.dataset, epoch)
-        # Evaluation calls every pass epoch 0.
-        self._pass = max(epoch, self._pass + 1)
+        self._epoch = epoch
+        self._first = step
+        self._reached = reached
 
-    def __iter__(self) -> Iterator[list[MicroBatch]]:
-        worker, num_workers = self.place
+    def become(self, worker: int, num_workers: int) -> int:
+        """Be the copy in loader worker ``worker``; return the seed that user code gets there."""
+        self._worker = (worker, num_workers)
+        return stream_key(self._seed, Stream.GLOBAL_BATCH, self._epoch)
+
+    def __iter__(self) -> Iterator[Read]:
+        worker, num_workers = self._worker
+        start = position = 0
+        if self._reached is not None:
+            self.source.dataset.load_state_dict(self._reached["dataset"])
+            start, position = self._first, self._reached["position"]
         batches = self._global_batches()
-        position = 0
-        for number in itertools.count():
-            if number == self.limit:
+        for number in itertools.count(start):
+            if number == self._limit:
                 return
             # Everyone who reads the stream has to draw the same: it may shuffle by chance.
-            _seed_generators(stream_key(self._seed, self._pass, number))
+            seed_generators(stream_key(self._seed, Stream.GLOBAL_BATCH, self._epoch, number))
             found = next(batches, None)
             if found is None:
                 return
             batch, size = found
-            if number % num_workers == worker:
-                yield self._cut(batch, size, position)
+            if number >= self._first and (number - self._first) % num_workers == worker:
+                yield Read(self._cut(batch, size, position), position + size, self._state())
             position += size
+
+    def _state(self) -> bytes | None:
+        """Return the state of the dataset in a worker, which reads ahead."""
+        dataset = self.source.dataset
+        if get_worker_info() is None or not has_state(dataset):
+            return None
+        return pickle.dumps(dataset.state_dict())
 
     def _global_batches(self) -> Iterator[tuple[Any, int]]:
         items = iter(self.source.dataset)
@@ -184,8 +234,9 @@ class _Stream(IterableDataset[list[MicroBatch]]):
                 if size := self._count(batch):
                     yield batch, size
             return
-        while samples := list(itertools.islice(items, self.global_batch_size)):
-            if len(samples) == self.global_batch_size or not self.drop_last:
+        full = cast(int, self._plan.global_batch_size)
+        while samples := list(itertools.islice(items, full)):
+            if len(samples) == full or not self._drop_last:
                 yield samples, len(samples)
 
     def _cut(self, batch: Any, size: int, position: int) -> list[MicroBatch]:
@@ -194,7 +245,7 @@ class _Stream(IterableDataset[list[MicroBatch]]):
             return [MicroBatch(None, 0, position, 0, size, True)]
         return [
             MicroBatch(
-                self._part(batch, size, cut.start, cut.stop),
+                self._part(batch, size, cut.start, cut.stop, position),
                 cut.stop - cut.start,
                 position + cut.start,
                 cut.number,
@@ -204,49 +255,8 @@ class _Stream(IterableDataset[list[MicroBatch]]):
             for cut in cuts
         ]
 
-    def _part(self, batch: Any, size: int, start: int, stop: int) -> Any:
+    def _part(self, batch: Any, size: int, start: int, stop: int, position: int) -> Any:
         if self._yields_batches:
             return rows(batch, size, start, stop)
+        seed_generators(stream_key(self._seed, Stream.MICRO_BATCH, self._epoch, position + start))
         return self.source.collate(batch[start:stop])
-
-
-class _ShardedStream(_Stream):
-    """Reads this rank's own shard of a stream, an even share of the global batch at a time."""
-
-    def __iter__(self) -> Iterator[list[MicroBatch]]:
-        worker, num_workers = self.place
-        shard = self.source.dataset.shard(
-            rank=self._rank * num_workers + worker, world_size=self._world_size * num_workers
-        )
-        size = self.global_batch_size
-        begin, end = (size * r // self._world_size for r in (self._rank, self._rank + 1))
-        micro = self._plan.micro(size, self._world_size)
-        first_number = self._rank * self._plan.accumulation_steps(size, self._world_size)
-        items = iter(shard)
-        position = 0
-        while chunk := list(itertools.islice(items, end - begin)):
-            starts = range(0, len(chunk), micro)
-            parts = [chunk[start : start + micro] for start in starts]
-            yield [
-                MicroBatch(
-                    self.source.collate(part),
-                    len(part),
-                    position + start,
-                    first_number + i,
-                    0,
-                    start == starts[-1],
-                )
-                for i, (start, part) in enumerate(zip(starts, parts, strict=True))
-            ]
-            position += len(chunk)
-
-
-def _seed_generators(key: int) -> None:
-    random.seed(key)
-    np.random.seed(key % 2**32)
-    torch.default_generator.manual_seed(key)
-
-
-def _shards_itself(dataset: Any) -> bool:
-    shard = getattr(dataset, "shard", None)
-    return callable(shard) and {"rank", "world_size"} <= set(inspect.signature(shard).parameters)

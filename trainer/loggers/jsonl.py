@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.loggers.base import Logger
 from trainer.run_dir import set_aside
@@ -21,7 +21,7 @@ class JsonlLogger(Logger):
 
     A line holds ``step``, ``epoch``, ``samples``, ``time_s`` and then the values by name. JSON has
     no NaN and no infinity: such a value is ``null``. A resumed run goes on in the same file, from
-    which the lines beyond its step are cut off; a new run sets an older file aside.
+    which the lines that came after its checkpoint are cut off; a new run sets an older file aside.
 
     Args:
         filename: Name of the file in the run's folder.
@@ -30,16 +30,18 @@ class JsonlLogger(Logger):
     def __init__(self, filename: str = "metrics.jsonl") -> None:
         self.filename = filename
         self._file: io.FileIO | None = None
+        self._num_lines: int | None = None  # None where that is not known of a resumed run
 
     def open(self, run: Run) -> None:
-        """Open the file, cut to what lies at or before ``run.step``."""
+        """Open the file, cut to what came before the checkpoint that the run goes on from."""
         path = run.run_dir / self.filename
         if run.step == 0:
             set_aside(path)
-        keep = _length_up_to(path, run.step) if path.exists() else 0
+        lines = _lines_up_to(path, run.step)[: self._num_lines] if path.exists() else []
+        self._num_lines = len(lines)
         # Unbuffered: one write per line, so that a kill cannot leave half of an older one behind.
         self._file = io.FileIO(path, "a")
-        self._file.truncate(keep)
+        self._file.truncate(sum(map(len, lines)))
 
     def log(self, run: Run, metrics: Mapping[str, float]) -> None:
         """Write one line."""
@@ -52,16 +54,26 @@ class JsonlLogger(Logger):
         }
         values = {name: v if math.isfinite(v) else None for name, v in metrics.items()}
         self._file.write((json.dumps({**clock, **values}, allow_nan=False) + "\n").encode())
+        self._num_lines = (self._num_lines or 0) + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many lines there are: of this step, some may be written after a checkpoint."""
+        return {"num_lines": self._num_lines}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take that back."""
+        self._num_lines = state["num_lines"]
 
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
             self._file.close()
+        self._num_lines = None
 
 
-def _length_up_to(path: Path, step: int) -> int:
-    """Return the bytes of the whole lines at or before ``step``; steps only grow in the file."""
-    length = 0
+def _lines_up_to(path: Path, step: int) -> list[bytes]:
+    """Return the whole lines at or before ``step``; steps only grow in the file."""
+    lines = []
     with path.open("rb") as file:
         for line in file:
             try:
@@ -70,5 +82,5 @@ def _length_up_to(path: Path, step: int) -> int:
                 break
             if beyond or not line.endswith(b"\n"):
                 break
-            length += len(line)
-    return length
+            lines.append(line)
+    return lines

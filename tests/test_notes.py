@@ -1,0 +1,82 @@
+"""What a run says at its start about how its global batches are cut."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from support import Regression, samples
+from torch import nn
+
+from trainer.config import TrainerConfig
+from trainer.data.module import as_data_module
+from trainer.data.plan import GlobalBatchPlan
+from trainer.notes import notes_on_cut
+from trainer.session import Session
+from trainer.strategies import DDPStrategy
+
+
+def notes(
+    task: nn.Module, world_size: int, size: int | None = 8, micro: int | None = None, **options: Any
+) -> str:
+    config = TrainerConfig(micro_batch_size=micro, **options)
+    return "\n".join(notes_on_cut(task, GlobalBatchPlan(size, micro), config, world_size))
+
+
+@pytest.mark.parametrize(
+    ("size", "micro", "words"),
+    [
+        (8, 4, "micro-batches of 4 leaves 2 of 4 ranks without samples; micro_batch_size=2 "),
+        (5, None, "micro-batches of 2 leaves 1 of 4 .*; a global_batch_size that is a multiple of"),
+        (7, None, None),
+        (8, 1, None),
+        (None, 1, None),
+    ],
+)
+def test_ranks_without_samples(size: int | None, micro: int | None, words: str | None) -> None:
+    found = notes(nn.Linear(1, 1), 4, size, micro)
+    assert found == "" if words is None else re.search(words, found)
+
+
+DROPPING = {
+    "dropout": nn.Dropout(0.1),
+    "attention": nn.MultiheadAttention(2, 1, dropout=0.1),
+    "recurrent": nn.LSTM(2, 2, num_layers=2, dropout=0.1),
+}
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_dropout_that_follows_the_world_size(name: str) -> None:
+    task = nn.Sequential(DROPPING[name])
+    assert "micro_batch_size=3 keeps the masks" in notes(task, 3)
+    assert "micro_batch_size=a number keeps" in notes(task, 3, size=None)
+    assert notes(task, 1) == notes(task, 2, micro=2) == ""
+
+
+@pytest.mark.parametrize(
+    "module", [nn.Dropout(0.0), nn.Dropout(0.1).eval(), nn.LSTM(2, 2), nn.Tanh()]
+)
+def test_no_dropout_no_note(module: nn.Module) -> None:
+    assert notes(nn.Sequential(module), 2) == ""
+
+
+def test_batchnorm_over_a_part_of_the_global_batch() -> None:
+    task = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    words = "BatchNorm (1) normalizes each micro-batch by itself"
+    assert words in notes(task, 2)
+    assert words in notes(task, 1, micro=4)
+    assert words in notes(task, 2, size=None)
+    assert words in notes(task, 1, micro=4, sync_batchnorm=True), "on one rank it does nothing"
+    assert notes(task, 1) == notes(task, 2, sync_batchnorm=True) == ""
+    assert notes(task, 2, micro=4, reproducible=True) == "", "it is refused there"
+    assert notes(nn.Sequential(nn.BatchNorm1d(2).eval(), nn.InstanceNorm1d(2)), 2) == ""
+
+
+def test_the_start_of_a_run_prints_them(capfd: pytest.CaptureFixture[str]) -> None:
+    task = Regression()
+    task.net.append(nn.BatchNorm1d(1))
+    config = TrainerConfig(accelerator="cpu", global_batch_size=4, micro_batch_size=2)
+    session = Session(config, task, as_data_module(None, train=samples(8)))
+    session.train_batches(DDPStrategy())
+    assert capfd.readouterr().out.startswith("note: BatchNorm (net.3) normalizes each micro-batch")

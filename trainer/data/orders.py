@@ -1,0 +1,220 @@
+"""Which samples make up each global batch of an epoch, where samples have indices."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader
+
+from trainer import distributed
+from trainer.data.loading import generators, length, set_epoch
+from trainer.seeding import OwnStream, Stream, stream_key
+
+# How many global batches of a user's sampler travel from rank 0 to the others at once.
+SHARED_BATCHES = 256
+
+
+class GlobalBatches:
+    """Which indices make up each global batch of an epoch; the same on every rank.
+
+    Only `start` and `after_step` may use collectives: every rank calls them at the same step. The
+    iterator runs ahead where there are loader workers, on each rank by as much as suits it.
+
+    Attributes:
+        steps_per_epoch: Global batches in an epoch; None if only the data's end tells.
+    """
+
+    steps_per_epoch: int | None
+
+    def start(self, epoch: int, start_step: int) -> tuple[int, Iterator[Sequence[int]]]:
+        """Return the position where ``start_step`` starts, and the global batches from there on."""
+        raise NotImplementedError
+
+    def after_step(self) -> None:
+        """Get ready for the next step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `start` needs to start in a later run as it would in this one."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what ``state_dict`` returned on rank 0."""
+
+
+class PlannedBatches(GlobalBatches):
+    """Equal parts of an epoch's order."""
+
+    def __init__(
+        self, order: Callable[[int], Sequence[int]], num_samples: int, size: int, steps: int
+    ) -> None:
+        self.steps_per_epoch = steps
+        self._order = order
+        self._num_samples = num_samples
+        self._size = size
+        self._steps = steps
+
+    def start(self, epoch: int, start_step: int) -> tuple[int, Iterator[Sequence[int]]]:
+        """Return the first position, and the parts of the epoch's order from there on."""
+        indices = self._order(epoch)
+        if len(indices) != self._num_samples:
+            raise ValueError(
+                f"train_indices(seed, epoch={epoch}) returned {len(indices)} indices, but "
+                f"{self._num_samples} for epoch 0; every epoch must have the same length"
+            )
+        size = self._size
+        steps = range(start_step, self._steps)
+        return start_step * size, (indices[i * size : (i + 1) * size] for i in steps)
+
+
+class GivenBatches(GlobalBatches):
+    """The same lists of indices in every epoch."""
+
+    def __init__(self, batches: Sequence[Sequence[int]]) -> None:
+        self.steps_per_epoch = len(batches)
+        self._batches = batches
+
+    def start(self, epoch: int, start_step: int) -> tuple[int, Iterator[Sequence[int]]]:
+        """Return the first position, and the batches from there on."""
+        position = sum(map(len, self._batches[:start_step]))
+        return position, iter(self._batches[start_step:])
+
+
+class SampledBatches(GlobalBatches):
+    """A user's DataLoader's index batches: drawn on rank 0, and shared a chunk at a time.
+
+    Two chunks are there at the start of an epoch and one is added whenever one has been used up,
+    so the loader never runs into the end of what is there.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], limit: int | None, seed: int, repeats: bool
+    ) -> None:
+        """Look at the sampler's length.
+
+        Args:
+            loader: The user's.
+            limit: The most global batches in an epoch.
+            seed: Seed of the run.
+            repeats: Whether every epoch has the batches of the first one.
+        """
+        self._loader = loader
+        self._limit = limit
+        self._seed = seed
+        self._repeats = repeats
+        self._kept: list[list[int]] | None = None
+        # A sampler's own generators go on from epoch to epoch: their states at the start of them.
+        self._generators = [] if repeats else generators(loader.batch_sampler)
+        self._starts: dict[int, list[torch.Tensor]] = {}
+        self._epoch: int | None = None
+        self._announced = length(loader.batch_sampler)
+        if self._announced == 0:
+            raise ValueError(
+                f"the training DataLoader yields no batch: {length(loader.dataset)} samples, "
+                f"batch_size={loader.batch_size}, drop_last={loader.drop_last}; lower batch_size "
+                "or keep the last batch"
+            )
+        known = [steps for steps in (self._announced, limit) if steps is not None]
+        self.steps_per_epoch = min(known, default=None)
+        self._chunk = max(SHARED_BATCHES, (loader.prefetch_factor or 0) * loader.num_workers)
+
+    def start(self, epoch: int, start_step: int) -> tuple[int, Iterator[Sequence[int]]]:
+        """Return the first position, and what the sampler draws from there on, on every rank.
+
+        What is before `start_step` is drawn again, on rank 0: indices, not samples.
+        """
+        for generator, state in zip(self._generators, self._starts.get(epoch, ()), strict=False):
+            generator.set_state(state)
+        self._starts = {epoch: self._generator_states()}
+        self._epoch = epoch
+        # What the sampler draws from the global generators is the same at any world size, and in
+        # a run that resumed: nobody else draws in between.
+        own = 0 if self._repeats else epoch
+        self._stream = OwnStream(stream_key(self._seed, Stream.SAMPLER, own))
+        drawn = self._draw(epoch) if distributed.rank() == 0 else iter(())
+        self._drawn = itertools.islice(drawn, self._limit)
+        with self._stream:
+            skipped = sum(map(len, itertools.islice(self._drawn, start_step)))
+        self._ready: deque[list[int]] = deque()
+        self._ended = False
+        self._steps = 0
+        self._share()
+        self._share()
+        return distributed.broadcast_object(skipped), self._take()
+
+    def after_step(self) -> None:
+        """Share another chunk if one has been used up."""
+        self._steps += 1
+        if self._steps % self._chunk == 0:
+            self._share()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of the sampler's own generators; nothing where it has none."""
+        if not self._generators:
+            return {}
+        starts = dict(self._starts)
+        if self._epoch is not None:  # if it is over, all of it has been drawn: the next one's start
+            starts[self._epoch + 1] = self._generator_states()
+        return {"sampler": starts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what ``state_dict`` returned on rank 0.
+
+        Raises:
+            ValueError: If the sampler has another number of generators.
+        """
+        starts: dict[int, list[torch.Tensor]] = state.get("sampler", {})
+        saved = {len(states) for states in starts.values()}
+        if saved - {len(self._generators)}:
+            raise ValueError(
+                f"the training DataLoader's sampler holds {len(self._generators)} random "
+                f"generators, and the one that was saved held {max(saved)}; resume with the same "
+                "sampler"
+            )
+        self._starts = starts
+
+    def _generator_states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+    def _share(self) -> None:
+        if self._ended:
+            return
+        with self._stream:
+            chunk = list(itertools.islice(self._drawn, self._chunk))
+        chunk = distributed.broadcast_object(chunk)
+        self._ended = len(chunk) < self._chunk
+        self._ready.extend(chunk)
+
+    def _take(self) -> Iterator[Sequence[int]]:
+        while self._ready:
+            yield self._ready.popleft()
+        assert self._ended
+
+    def _draw(self, epoch: int) -> Iterator[list[int]]:
+        if not self._repeats:
+            yield from self._sampled(epoch)
+            return
+        if self._kept is None:
+            self._kept = list(itertools.islice(self._sampled(0), self._limit))
+        yield from self._kept
+
+    def _sampled(self, epoch: int) -> Iterator[list[int]]:
+        set_epoch(self._loader.batch_sampler, epoch)
+        for number, indices in enumerate(sampler_batches(self._loader)):
+            if number == self._announced:
+                raise ValueError(
+                    f"the batch sampler of the training DataLoader yields more batches than the "
+                    f"{number} that its len() says; correct its __len__ or leave it out"
+                )
+            yield indices
+
+
+def sampler_batches(loader: DataLoader[Any]) -> Iterator[list[int]]:
+    """Yield the indices of each batch of a user's DataLoader, except for empty ones."""
+    batch_sampler = cast(Iterable[Sequence[int]], loader.batch_sampler)
+    # Plain numbers travel and print best; an index may also be a key of another kind.
+    batches = ([int(i) if hasattr(i, "__index__") else i for i in b] for b in batch_sampler)
+    return (batch for batch in batches if batch)

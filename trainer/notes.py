@@ -1,0 +1,66 @@
+"""What a user should know about the way global batches are cut, where it matters for the task."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from trainer.config import TrainerConfig
+from trainer.data.plan import GlobalBatchPlan, ceil_div
+from trainer.messages import listed
+
+
+def notes_on_cut(
+    task: nn.Module, plan: GlobalBatchPlan, config: TrainerConfig, world_size: int
+) -> list[str]:
+    """Return one sentence for everything that does not follow from the options at first sight.
+
+    Args:
+        task: The user's module.
+        plan: How global batches are cut.
+        config: The options.
+        world_size: The number of ranks.
+    """
+    size = plan.global_batch_size
+    notes = []
+    if size is not None and (idle := _idle_ranks(plan, size, world_size)):
+        even = ceil_div(size, world_size)
+        if _idle_ranks(replace(plan, micro_batch_size=even), size, world_size):
+            better = f"a global_batch_size that is a multiple of {world_size}"
+        else:
+            better = f"micro_batch_size={even}"
+        notes.append(
+            f"global_batch_size={size} in micro-batches of {plan.micro(size, world_size)} leaves "
+            f"{idle} of {world_size} ranks without samples; {better} would give each a share"
+        )
+    if plan.micro_batch_size is None and world_size > 1 and any(map(_draws, task.modules())):
+        fixed = "a number" if size is None else plan.micro(size, world_size)
+        notes.append(
+            "dropout draws per micro-batch, and without micro_batch_size the cut follows the world "
+            f"size; micro_batch_size={fixed} keeps the masks on any number of ranks"
+        )
+    # In reproducible mode BatchNorm is refused; and SyncBatchNorm is, unless it can be exact.
+    is_exact = config.reproducible or (config.sync_batchnorm and world_size > 1)
+    is_cut = world_size > 1 if size is None else plan.micro(size, world_size) < size
+    norms = [name for name, m in task.named_modules() if isinstance(m, _BatchNorm) and m.training]
+    if norms and is_cut and not is_exact:
+        notes.append(
+            f"BatchNorm ({listed(norms)}) normalizes each micro-batch by itself, so results depend "
+            "on the cut, and the running statistics are rank 0's; sync_batchnorm=true (CUDA, one "
+            "even micro-batch per rank) takes the global batch's"
+        )
+    return notes
+
+
+def _idle_ranks(plan: GlobalBatchPlan, size: int, world_size: int) -> int:
+    return sum(not plan.cut(size, rank, world_size) for rank in range(world_size))
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether a module drops at random in training: torch's own, or with a number ``dropout``."""
+    # Attention and recurrent layers keep the probability as a number.
+    p = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", None)
+    return module.training and isinstance(p, int | float) and p > 0

@@ -1,0 +1,1 @@
+"""Whether several processes train as one does: a few steps of both, compared."""
