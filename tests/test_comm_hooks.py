@@ -24,6 +24,7 @@ from trainer import comm_hooks, distributed
 from trainer.comm_hooks import compress_hook
 from trainer.logbook import Logbook
 from trainer.precision import DTYPES
+from trainer.state import TrainState
 from trainer.step import StepModule
 from trainer.strategies import DDPStrategy
 
@@ -67,7 +68,11 @@ def weight_and_gradient() -> dict[str, tuple[float, torch.Tensor]]:
     for name in DTYPES:
         for cap in (None, 1e-5):
             step = StepModule(
-                TokenRegression().float(), Logbook(), {}, averaged_over=distributed.world_size()
+                TokenRegression().float(),
+                Logbook(),
+                {},
+                TrainState(sample_weight=1.0),
+                averaged_over=distributed.world_size(),
             )
             strategy = DDPStrategy(bucket_cap_mb=cap, comm_hook=name)
             module = strategy.setup(step, device)

@@ -10,6 +10,7 @@ import torch
 from support import Regression, adamw, assert_equal_bits, assert_same, fit, samples, weights
 from torch import Tensor
 
+from trainer import WeightedLoss
 from trainer.precision import Precision
 
 CPU = torch.device("cpu")
@@ -73,6 +74,21 @@ def test_an_overflow_skips_the_update_counts_the_step_and_spoils_nothing(tmp_pat
     task = watch(tmp_path / "overflow", precision="fp16", overflow_at=1)
     assert task.stepped == [True, False, True]
     assert all(value.isfinite().all() for value in weights(task).values())
+
+
+class Heavy(Watching):
+    """Weighs a sample by as much as a picture has pixels."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        weight = 250_000.0 * len(outputs)
+        return WeightedLoss(super().loss(outputs, batch) * weight, weight)
+
+
+def test_heavy_samples_overflow_no_gradient(tmp_path: Path) -> None:
+    task = Heavy()
+    options: dict[str, Any] = {"global_batch_size": 4, "max_steps": 3, "precision": "fp16"}
+    fit(task, tmp_path, train=samples(12, torch.float32), **options)
+    assert task.stepped == [True, True, True]
 
 
 class Pausing(Watching):

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from support import Regression, samples
+from support import Regression, TokenRegression, samples, weighted_samples
 from torch import Tensor
 
 from trainer import WeightedLoss
 from trainer.contract import weigh
 from trainer.logbook import Logbook
+from trainer.state import TrainState
 from trainer.step import StepModule
 
 PARAMETER = torch.ones((), requires_grad=True)
@@ -70,7 +71,12 @@ def step_module(kind: str, needs_every_parameter: bool = True) -> StepModule:
     task = Given()
     task.kind = kind
     return StepModule(
-        task, Logbook(), {}, averaged_over=1, needs_every_parameter=needs_every_parameter
+        task,
+        Logbook(),
+        {},
+        TrainState(),
+        averaged_over=1,
+        needs_every_parameter=needs_every_parameter,
     )
 
 
@@ -83,7 +89,9 @@ def test_the_whole_batch_in_one_goes_through_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "share", "extra"), [("mean", 4 / 16, 0), ("sum", 10 / 16, 6 / 16)]
+    # A sample weighs 2.5, for which 2 is planned: 32 in all, and 8 of them here.
+    ("kind", "share", "extra"),
+    [("mean", 4 / 16, 0), ("sum", 10 / 32, (10 - 8) / 32)],
 )
 def test_a_micro_batch_counts_by_its_share_of_the_planned_weight(
     kind: str, share: float, extra: float
@@ -127,6 +135,29 @@ class InHalf(Regression):
 def test_the_weight_is_not_rounded_to_the_format_of_the_loss(dtype: torch.dtype) -> None:
     task = InHalf()
     task.dtype = dtype
-    step = StepModule(task, Logbook(), {}, averaged_over=1)
+    step = StepModule(task, Logbook(), {}, TrainState(), averaged_over=1)
     step(samples(4).tensors, 4, 16).backward()
-    assert step.extra_weight.grad == (4097 - 4) / 16
+    assert step.extra_weight.grad == (4097 - 4096) / 16384  # planned: 1024 per sample
+
+
+def test_the_first_micro_batch_decides_what_a_sample_is_planned_to_weigh() -> None:
+    for kind, weight in (("mean", 1.0), ("sum", 2.0), ("none", 1.0)):
+        step = step_module(kind)
+        step(samples(4).tensors, 4, 16)
+        assert step._state.sample_weight == weight
+        step.task.kind = "sum"
+        step(samples(1).tensors, 1, 16)
+        assert step._state.sample_weight == weight
+    extra, gradients = [], []
+    for planned in (0.25, 1.0, 8.0):
+        step = StepModule(
+            TokenRegression(), Logbook(), {}, TrainState(sample_weight=planned), averaged_over=1
+        )
+        step(weighted_samples([2.0, 1.0]).tensors, 2, 3).backward()
+        step(weighted_samples([0.5]).tensors, 1, 3).backward()
+        true = 1 + float(step.extra_weight.grad)
+        extra.append(true)
+        gradients.append([p.grad / true for p in step.task.parameters()])
+    assert extra == pytest.approx([3.5 / 0.75, 3.5 / 3, 3.5 / 24])
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0])

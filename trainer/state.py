@@ -17,6 +17,7 @@ class TrainState:
         samples: Training samples consumed over all ranks.
         logged_step: The step of the last log event, so that none comes twice.
         validated_step: The step of the last validation, likewise.
+        sample_weight: The planned weight of a sample (see ``step.py``); None before the first step.
         time_s: Seconds spent in ``fit`` over all runs that led here.
     """
 
@@ -26,6 +27,7 @@ class TrainState:
     samples: int = 0
     logged_step: int = 0
     validated_step: int = -1
+    sample_weight: float | None = None
     time_s: float = 0.0
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,14 +5,19 @@ the gradient reduction.
 
 The step must use the gradient of ``sum(loss * weight) / sum(weight)`` over the whole global batch,
 but the true sum of the weights is known only after all ranks have computed their losses. So each
-micro-batch is scaled by the *planned* weight, which is the number of samples in the global batch,
-and the difference between true and planned weight travels to the other ranks as the gradient of
-one extra scalar parameter, ``extra_weight``, in the same all-reduce. Where every weight is as
-planned the difference is exactly 0 and gradients stay as they are, to the last bit.
+micro-batch is scaled by the *planned* weight, and the difference between true and planned weight
+travels to the other ranks as the gradient of one extra scalar parameter, ``extra_weight``, in the
+same all-reduce. Where every weight is as planned the difference is exactly 0 and gradients stay as
+they are, to the last bit.
+
+The planned weight is the number of samples times the weight of a sample in the first micro-batch of
+the run, as a power of two: 1 for a mean. So gradients have about their final size from the start,
+which half precision needs, and the factor rounds nothing.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -23,6 +28,7 @@ from trainer.contract import weigh
 from trainer.global_loss import GlobalLoss, Part
 from trainer.logbook import Logbook
 from trainer.seeding import Stream, seed_stream
+from trainer.state import TrainState
 from trainer.task import TaskModule, WeightedLoss
 from trainer.trees import detached
 
@@ -41,6 +47,7 @@ class StepModule(nn.Module):
         task: TaskModule,
         logbook: Logbook,
         metrics: metrics.MetricSet,
+        state: TrainState,
         *,
         averaged_over: int,
         seed: int = 0,
@@ -52,6 +59,7 @@ class StepModule(nn.Module):
             task: The user's module.
             logbook: Gets the losses.
             metrics: Are updated with the outputs, by name.
+            state: Keeps the planned weight of a sample.
             averaged_over: What the strategy's reduction divides by: the world size where gradients
                 are averaged over the ranks, 1 where they are added up.
             seed: Seed of the run.
@@ -63,6 +71,7 @@ class StepModule(nn.Module):
         self.extra_weight = nn.Parameter(torch.zeros(()))
         self._logbook = logbook
         self._metrics = metrics
+        self._state = state
         self._averaged_over = averaged_over
         self._seed = seed
         self._global_loss = GlobalLoss(task, logbook)
@@ -74,7 +83,7 @@ class StepModule(nn.Module):
         Args:
             batch: One micro-batch on the task's device, or None if this rank has no sample.
             num_samples: Samples in ``batch``.
-            global_size: Samples in the global batch: the planned weight.
+            global_size: Samples in the global batch.
 
         Returns:
             A scalar. It is scaled up by what the reduction of its gradients divides by.
@@ -82,40 +91,29 @@ class StepModule(nn.Module):
         Raises:
             ValueError: If ``loss`` returns something that cannot be trained on.
         """
-        task = self.task
-        scale: float = self._averaged_over
-        loss = None
-        extra: torch.Tensor | float
-        has_samples = batch is not None
-        outputs = task(batch) if has_samples else None
+        task, scale = self.task, float(self._averaged_over)
+        loss = self._loss(batch, num_samples, global_size)
         if task.global_loss:
-            seed_stream(task.run.device, self._seed, task.run.step, 0, Stream.GLOBAL_LOSS)
-            parts = [Part(outputs, batch, num_samples)] if has_samples else []
-            loss = self._global_loss(parts, global_size)
             # Every rank has the loss of all samples, and contributes an equal share of it.
             num_samples, scale = global_size, scale / distributed.world_size()
-        elif has_samples:
-            loss = task.loss(outputs, batch)
-        if has_samples and self._metrics:
-            with torch.no_grad():
-                task.update_metrics(self._metrics, detached(outputs), batch)
-            metrics.after_update(self._metrics, self._logbook.place)
-        value, weight = weigh(loss, num_samples, needs_grad=has_samples)
+        value, weight = weigh(loss, num_samples, needs_grad=batch is not None)
+        is_total = isinstance(loss, WeightedLoss)
+        if value is not None:
+            self._logbook.add_loss(value, weight, is_total=is_total)
+        if value is not None and is_total and task.global_loss:  # its true weight is known
+            value = value / (weight.double() if isinstance(weight, torch.Tensor) else weight)
+            is_total, weight = False, num_samples
+        unit = self._unit(weight, num_samples)
+        extra: torch.Tensor | float
         if value is None:
             value = self._zero()
             extra = -num_samples * scale / global_size
-        elif isinstance(loss, WeightedLoss) and not task.global_loss:
-            self._logbook.add_loss(value, weight, is_total=True)
-            extra = (weight - num_samples) * scale / global_size
-            value = value * (scale / global_size)
         else:
-            if isinstance(loss, WeightedLoss):  # of the whole global batch: its true weight
-                value = value / (weight.double() if isinstance(weight, torch.Tensor) else weight)
-            self._logbook.add_loss(value, weight, is_total=False)
-            extra = 0.0
-            share = num_samples * scale / global_size
+            planned = unit * global_size
+            extra = (weight - unit * num_samples) * scale / planned
+            share = (1 if is_total else num_samples) * scale / planned
             value = value if share == 1 else value * share
-        if task.global_loss and not has_samples:  # a loss, but no forward
+        if batch is None and loss is not None:  # a global loss, but no forward
             value = value + self._zero()
         if isinstance(extra, torch.Tensor):
             # Not in the loss's own format: a half has too few digits for a weight.
@@ -123,6 +121,33 @@ class StepModule(nn.Module):
         if extra == 0 and distributed.world_size() == 1:
             return value
         return torch.add(value, self.extra_weight, alpha=extra)
+
+    def _loss(self, batch: Any, num_samples: int, global_size: int) -> Any:
+        """Return what ``loss`` returned; None without a sample, unless it is a global one."""
+        task = self.task
+        outputs = None if batch is None else task(batch)
+        loss = None
+        if task.global_loss:
+            seed_stream(task.run.device, self._seed, task.run.step, 0, Stream.GLOBAL_LOSS)
+            parts = [] if batch is None else [Part(outputs, batch, num_samples)]
+            loss = self._global_loss(parts, global_size)
+        elif batch is not None:
+            loss = task.loss(outputs, batch)
+        if batch is not None and self._metrics:
+            with torch.no_grad():
+                task.update_metrics(self._metrics, detached(outputs), batch)
+            metrics.after_update(self._metrics, self._logbook.place)
+        return loss
+
+    def _unit(self, weight: torch.Tensor | float, num_samples: int) -> float:
+        """Return the planned weight of a sample, which rank 0's first micro-batch decides."""
+        if self._state.sample_weight is None:
+            per_sample = float(weight) / max(num_samples, 1)
+            unit = 2.0 ** round(math.log2(per_sample)) if per_sample else 1.0
+            self._state.sample_weight = float(
+                distributed.broadcast_tensor(torch.tensor(unit, dtype=torch.float64))
+            )
+        return self._state.sample_weight
 
     @property
     def has_weight(self) -> bool:

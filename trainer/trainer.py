@@ -90,6 +90,7 @@ class Training:
             task,
             self.logbook,
             self.train_metrics,
+            state,
             averaged_over=self.strategy.averaged_over,
             seed=config.seed,
             needs_every_parameter=not self.strategy.may_miss_gradients,
@@ -115,6 +116,9 @@ class Training:
         self.started = time.monotonic() - self.state.time_s
         with ExitStack() as stack:
             stack.callback(self.strategy.teardown)
+            stack.callback(self.batches.close)
+            for evaluated in (*self.val_sets.values(), *self.test_sets.values()):
+                stack.callback(evaluated.batches.close)
             self.saver.open()
             stack.callback(self.saver.close)
             for logger in self.loggers:
@@ -159,8 +163,7 @@ class Training:
                 callback.on_fit_start(self.view)
         self.obey()
         if config.num_sanity_val_steps:
-            sanity = self.session.evaluation_sets("val", limit=config.num_sanity_val_steps)
-            self.session.evaluate("val", sanity)
+            self.session.evaluate("val", limit=config.num_sanity_val_steps)
 
         self.stop_at_limit()
         while self.stop_reason is None:

@@ -28,6 +28,7 @@ from trainer import distributed
 from trainer.config import TrainerConfig
 from trainer.data.plan import GlobalBatchPlan
 from trainer.logbook import Logbook
+from trainer.state import TrainState
 from trainer.step import StepModule
 from trainer.strategies import DDPStrategy, build_strategy
 from trainer.task import RunFacts
@@ -273,7 +274,7 @@ def test_all_ranks_start_from_the_weights_of_rank_0(tmp_path: Path) -> None:
 
 
 def test_one_rank_is_not_wrapped() -> None:
-    step = StepModule(Regression(), Logbook(), {}, averaged_over=1)
+    step = StepModule(Regression(), Logbook(), {}, TrainState(), averaged_over=1)
     strategy = DDPStrategy()
     assert strategy.setup(step, torch.device("cpu")) is step
     with strategy.no_sync():
