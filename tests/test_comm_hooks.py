@@ -72,7 +72,9 @@ def weight_and_gradient() -> dict[str, tuple[float, torch.Tensor]]:
                 Logbook(),
                 {},
                 TrainState(sample_weight=1.0),
+                seed=0,
                 averaged_over=distributed.world_size(),
+                needs_every_parameter=True,
             )
             strategy = DDPStrategy(bucket_cap_mb=cap, comm_hook=name)
             module = strategy.setup(step, device)

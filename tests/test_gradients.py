@@ -17,7 +17,15 @@ from trainer.step import StepModule
 
 
 def after_backward(may_miss: bool = False) -> tuple[StepModule, Gradients]:
-    step = StepModule(Regression(), Logbook(), {}, TrainState(), averaged_over=1)
+    step = StepModule(
+        Regression(),
+        Logbook(),
+        {},
+        TrainState(),
+        seed=0,
+        averaged_over=1,
+        needs_every_parameter=True,
+    )
     gradients = Gradients(step, may_miss)
     step(samples(4).tensors, 4, 4).backward()
     return step, gradients
@@ -52,7 +60,9 @@ def test_of_many_missing_gradients_the_first_are_named() -> None:
     task = Regression()
     for number in range(10):
         task.register_parameter(f"spare{number}", torch.nn.Parameter(torch.zeros(1)))
-    step = StepModule(task, Logbook(), {}, TrainState(), averaged_over=1)
+    step = StepModule(
+        task, Logbook(), {}, TrainState(), seed=0, averaged_over=1, needs_every_parameter=True
+    )
     gradients = Gradients(step, may_miss=False)
     step(samples(4).tensors, 4, 4).backward()
     with pytest.raises(ValueError, match=r"spare0, .*spare7 and 2 more:"):

@@ -75,6 +75,7 @@ def step_module(kind: str, needs_every_parameter: bool = True) -> StepModule:
         Logbook(),
         {},
         TrainState(),
+        seed=0,
         averaged_over=1,
         needs_every_parameter=needs_every_parameter,
     )
@@ -135,7 +136,9 @@ class InHalf(Regression):
 def test_the_weight_is_not_rounded_to_the_format_of_the_loss(dtype: torch.dtype) -> None:
     task = InHalf()
     task.dtype = dtype
-    step = StepModule(task, Logbook(), {}, TrainState(), averaged_over=1)
+    step = StepModule(
+        task, Logbook(), {}, TrainState(), seed=0, averaged_over=1, needs_every_parameter=True
+    )
     step(samples(4).tensors, 4, 16).backward()
     assert step.extra_weight.grad == (4097 - 4096) / 16384  # planned: 1024 per sample
 
@@ -151,7 +154,13 @@ def test_the_first_micro_batch_decides_what_a_sample_is_planned_to_weigh() -> No
     extra, gradients = [], []
     for planned in (0.25, 1.0, 8.0):
         step = StepModule(
-            TokenRegression(), Logbook(), {}, TrainState(sample_weight=planned), averaged_over=1
+            TokenRegression(),
+            Logbook(),
+            {},
+            TrainState(sample_weight=planned),
+            seed=0,
+            averaged_over=1,
+            needs_every_parameter=True,
         )
         step(weighted_samples([2.0, 1.0]).tensors, 2, 3).backward()
         step(weighted_samples([0.5]).tensors, 1, 3).backward()

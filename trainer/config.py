@@ -327,7 +327,6 @@ class TrainerConfig:
                 "own machine only; start the script with torchrun or srun on every machine"
             )
 
-
     def _check_lr_scaling(self) -> None:
         if self.lr_scaling != "none":
             if self.lr_reference_batch_size is None:

@@ -76,14 +76,12 @@ def check_contract(task: nn.Module, to_fit: bool = False) -> None:
         )
 
 
-def weigh(
-    loss: Any, num_samples: int, needs_grad: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | float]:
+def weigh(loss: Any, num_samples: int, needs_grad: bool) -> tuple[torch.Tensor | None, float]:
     """Check what ``TaskModule.loss`` returned and find its weight.
 
     Returns:
         The loss (a mean, or the total of a `WeightedLoss`) and its weight; ``(None, 0)`` if the
-        weight is 0, whatever the loss is then.
+        weight is 0, whatever the loss is then. To read a weight on an accelerator waits for it.
 
     Raises:
         ValueError: If ``loss`` is not a scalar tensor, a `WeightedLoss` or None, or if it needs no
@@ -91,24 +89,21 @@ def weigh(
     """
     if loss is None:
         return None, 0.0
-    weight: torch.Tensor | float = num_samples
-    value = loss
+    value, weight = loss, float(num_samples)
     if isinstance(loss, WeightedLoss):
-        value, weight = loss
-        if isinstance(weight, torch.Tensor):
-            if weight.dim() != 0:
-                raise ValueError(
-                    f"loss returned a WeightedLoss whose weight has shape {tuple(weight.shape)}; "
-                    "it must be a number or a scalar tensor: sum it"
-                )
-            weight = weight.detach()
-        number = float(weight)
-        if not 0 <= number < math.inf:
+        value, given = loss
+        if isinstance(given, torch.Tensor) and given.dim() != 0:
             raise ValueError(
-                f"loss returned a WeightedLoss with weight {number}; a weight is finite and at "
+                f"loss returned a WeightedLoss whose weight has shape {tuple(given.shape)}; "
+                "it must be a number or a scalar tensor: sum it"
+            )
+        weight = float(given)
+        if not 0 <= weight < math.inf:
+            raise ValueError(
+                f"loss returned a WeightedLoss with weight {weight}; a weight is finite and at "
                 "least 0"
             )
-        if number == 0:
+        if weight == 0:
             return None, 0.0
     if not isinstance(value, torch.Tensor):
         raise ValueError(

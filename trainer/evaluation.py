@@ -19,7 +19,7 @@ from trainer.data.loading import Batches
 from trainer.global_loss import GlobalLoss, Part
 from trainer.logbook import Logbook
 from trainer.precision import Precision
-from trainer.seeding import Stream, seed_stream
+from trainer.seeding import Stream, seed_generators, stream_key
 from trainer.task import TaskModule, WeightedLoss
 from trainer.trees import to_device
 
@@ -62,7 +62,9 @@ def evaluate(
             global_loss = GlobalLoss(task, logbook)
             for micro in batches.epoch(0):
                 if micro.batch is not None:
-                    seed_stream(device, seed, 0, micro.position, Stream.EVALUATION_FORWARD)
+                    seed_generators(
+                        stream_key(seed, Stream.EVALUATION_FORWARD, micro.position), device
+                    )
                     batch = to_device(micro.batch, device)
                     logbook.begin(task.run.step, micro.position, micro.num_samples)
                     with precision.autocast():
@@ -75,7 +77,7 @@ def evaluate(
                     metrics.after_update(set_metrics, logbook.place)
                 if task.global_loss and micro.is_last:  # the end of a global batch, on every rank
                     number += 1
-                    seed_stream(device, seed, 0, number, Stream.GLOBAL_LOSS)
+                    seed_generators(stream_key(seed, Stream.EVALUATION_GLOBAL_LOSS, number), device)
                     with precision.autocast():
                         loss = global_loss(parts, micro.global_size)
                     _record(loss, micro.global_size, logbook)
@@ -117,7 +119,7 @@ def predict(
         for micro in batches.epoch(0):
             if micro.batch is None:
                 continue
-            seed_stream(device, seed, 0, micro.position, Stream.EVALUATION_FORWARD)
+            seed_generators(stream_key(seed, Stream.EVALUATION_FORWARD, micro.position), device)
             with precision.autocast():
                 outputs = task.predict(to_device(micro.batch, device))
             outputs = to_device(outputs, torch.device("cpu"))

@@ -109,9 +109,9 @@ class Gradients:
 
     def _explain_small_weight(self) -> None:
         raise ValueError(
-            f"the weights of the losses of a global batch add up to less than {NO_WEIGHT:g} per "
-            "sample, which is too small to be told from 0; multiply total and weight of every "
-            "WeightedLoss by the same number, so that a sample weighs about 1"
+            f"the weights of the losses of a global batch add up to less than {NO_WEIGHT:g} of "
+            "what samples weighed in the first micro-batch of the run, which is too small to be "
+            "told from 0; let the weights of WeightedLoss vary less"
         )
 
     def _names(self, parameters: list[nn.Parameter]) -> str:

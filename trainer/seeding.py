@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
+_CPU = torch.device("cpu")
+
 
 class Stream(IntEnum):
-    """What random numbers are used for. No two uses share a number, so no two share a stream.
+    """What random numbers are used for. No two uses share a number, so none follows another.
 
     The comments say which numbers follow in the key. A number that a release has used stays.
     """
@@ -29,10 +31,15 @@ class Stream(IntEnum):
     SHARD = 5  # epoch, shard, number: likewise, where it shards itself
     LOADER = 6  # rank: where loader workers start, whatever they do before their first batch
     FORWARD = 7  # step, number of the micro-batch: dropout
-    GLOBAL_LOSS = 8  # step, 0: a loss over the whole global batch; in evaluation: 0, its number
+    GLOBAL_LOSS = 8  # step: a loss over the whole global batch
     EVALUATION = 9  # the seed of everything that datasets draw in evaluation and prediction
-    EVALUATION_FORWARD = 10  # 0, position of the micro-batch: a forward in evaluation that samples
-    HOOK = 11  # step, 0 (epoch start), 1 (update) or 2 (validation): a task's hooks and optimizer
+    EVALUATION_FORWARD = 10  # position of the micro-batch: a forward in evaluation that samples
+    EVALUATION_GLOBAL_LOSS = 11  # number of the global batch
+    OWN_GENERATOR = 12  # its name's hash; the seed is the key of the global ones: a dataset's own
+    FIT_START = 13  # step: TaskModule.on_fit_start
+    EPOCH_START = 14  # step: TaskModule.on_epoch_start
+    UPDATE = 15  # step: the hooks before and after the optimizer's step, and the optimizer
+    VALIDATION_END = 16  # step: TaskModule.on_validation_end
 
 
 def stream_key(seed: int, stream: Stream, *place: int) -> int:
@@ -66,30 +73,19 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def seed_generators(key: int) -> None:
-    """Put Python's, NumPy's and torch's CPU generator at the start of the stream of ``key``."""
+def seed_generators(key: int, device: torch.device = _CPU) -> None:
+    """Put the generators of Python, NumPy and torch at the start of the stream of ``key``.
+
+    NumPy and torch look at 32 bits of the key, so two places in a run seldom, but not never, have
+    the same numbers: among 100,000 samples about one pair.
+
+    Args:
+        key: From `stream_key`.
+        device: Whose generator of torch is meant, beside that of the CPU.
+    """
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
     torch.default_generator.manual_seed(key)  # torch.manual_seed takes a hundred times as long
-
-
-def seed_stream(
-    device: torch.device, seed: int, step: int, number: int, stream: Stream = Stream.FORWARD
-) -> None:
-    """Put the generators at the start of the stream of one micro-batch.
-
-    So what dropout draws depends on the step and on the micro-batch's number within the global
-    batch, not on the rank that computes it.
-
-    Args:
-        device: Where the micro-batch is computed.
-        seed: Seed of the run.
-        step: Optimizer steps done.
-        number: Number of the micro-batch within its global batch, over all ranks.
-        stream: What for.
-    """
-    key = stream_key(seed, stream, step, number)
-    seed_generators(key)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(key)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class Session:
         config: The options.
         task: The user's module, on ``device``.
         device: This rank's device.
-        precision: Autocast and loss scaling.
+        precision: Autocast.
         data_order: What the order of the training samples follows from, in plain values.
     """
 
@@ -44,8 +45,7 @@ class Session:
         self.config = config
         self.task = task
         self.device = distributed.device(distributed.accelerator(config.accelerator))
-        averaged_over = 1 if config.reproducible else distributed.world_size()
-        self.precision = Precision(config.precision, self.device, averaged_over)
+        self.precision = Precision(config.precision, self.device)
         self._data = data
         self.data_order: dict[str, Any] = {}
         self._found: dict[str, dict[str, Any]] = {}  # evaluation data by split, asked for once
@@ -165,18 +165,27 @@ class Session:
         )
 
     def evaluate(
-        self, split: str, sets: Mapping[str, EvaluationSet] | None = None
+        self,
+        split: str,
+        sets: Mapping[str, EvaluationSet] | None = None,
+        limit: int | None = None,
     ) -> dict[str, float]:
         """Return the metrics of ``val`` or ``test``, on every rank.
 
         Args:
             split: ``val`` or ``test``.
-            sets: What `evaluation_sets` returned; None to ask for it now.
+            sets: What `evaluation_sets` returned; None to ask for it now, and close it afterwards.
+            limit: As for `evaluation_sets`, where it is asked.
 
         Raises:
             ValueError: If there is no such data.
         """
-        sets = self.evaluation_sets(split) if sets is None else sets
+        if sets is None:
+            with ExitStack() as stack:
+                sets = self.evaluation_sets(split, limit)
+                for found in sets.values():
+                    stack.callback(found.batches.close)
+                return self.evaluate(split, sets)
         if not sets:
             raise ValueError(
                 f"there is no {split} data: {type(self._data).__name__}.{split}_dataset() returned "
@@ -186,8 +195,9 @@ class Session:
 
     def predict(self, output_dir: Path | None) -> Any:
         """Return the predictions of every sample on rank 0, or write them to ``output_dir``."""
-        batches, seed = self.predict_batches(), self.config.seed
-        return predict(self.task, batches, self.precision, self.device, seed, output_dir)
+        seed = self.config.seed
+        with closing(self.predict_batches()) as batches:
+            return predict(self.task, batches, self.precision, self.device, seed, output_dir)
 
     def load(self, run_dir: Path, which: str | Path) -> None:
         """Load a checkpoint's weights on rank 0 and share them with every rank."""

@@ -27,7 +27,7 @@ from trainer import distributed, metrics
 from trainer.contract import weigh
 from trainer.global_loss import GlobalLoss, Part
 from trainer.logbook import Logbook
-from trainer.seeding import Stream, seed_stream
+from trainer.seeding import Stream, seed_generators, stream_key
 from trainer.state import TrainState
 from trainer.task import TaskModule, WeightedLoss
 from trainer.trees import detached
@@ -50,8 +50,8 @@ class StepModule(nn.Module):
         state: TrainState,
         *,
         averaged_over: int,
-        seed: int = 0,
-        needs_every_parameter: bool = True,
+        seed: int,
+        needs_every_parameter: bool,
     ) -> None:
         """Note what every micro-batch goes through.
 
@@ -98,28 +98,22 @@ class StepModule(nn.Module):
             num_samples, scale = global_size, scale / distributed.world_size()
         value, weight = weigh(loss, num_samples, needs_grad=batch is not None)
         is_total = isinstance(loss, WeightedLoss)
-        if value is not None:
-            self._logbook.add_loss(value, weight, is_total=is_total)
-        if value is not None and is_total and task.global_loss:  # its true weight is known
-            value = value / (weight.double() if isinstance(weight, torch.Tensor) else weight)
-            is_total, weight = False, num_samples
-        unit = self._unit(weight, num_samples)
-        extra: torch.Tensor | float
         if value is None:
-            value = self._zero()
-            extra = -num_samples * scale / global_size
+            value, is_total = self._zero(), False
         else:
-            planned = unit * global_size
-            extra = (weight - unit * num_samples) * scale / planned
-            share = (1 if is_total else num_samples) * scale / planned
-            value = value if share == 1 else value * share
+            self._logbook.add_loss(value, weight, is_total=is_total)
+            if is_total and task.global_loss:  # its true weight is known on every rank
+                value, weight, is_total = value / weight, float(num_samples), False
+        unit = self._unit(weight, num_samples)
+        planned = unit * global_size
+        extra = (weight - unit * num_samples) * scale / planned
+        share = (1 if is_total else num_samples) * scale / planned
+        value = value if share == 1 else value * share
         if batch is None and loss is not None:  # a global loss, but no forward
             value = value + self._zero()
-        if isinstance(extra, torch.Tensor):
-            # Not in the loss's own format: a half has too few digits for a weight.
-            return torch.addcmul(value, self.extra_weight, extra.to(self.extra_weight))
         if extra == 0 and distributed.world_size() == 1:
             return value
+        # Not in the loss's own format: a half has too few digits for a weight.
         return torch.add(value, self.extra_weight, alpha=extra)
 
     def _loss(self, batch: Any, num_samples: int, global_size: int) -> Any:
@@ -128,7 +122,8 @@ class StepModule(nn.Module):
         outputs = None if batch is None else task(batch)
         loss = None
         if task.global_loss:
-            seed_stream(task.run.device, self._seed, task.run.step, 0, Stream.GLOBAL_LOSS)
+            key = stream_key(self._seed, Stream.GLOBAL_LOSS, task.run.step)
+            seed_generators(key, task.run.device)  # alike on every rank
             parts = [] if batch is None else [Part(outputs, batch, num_samples)]
             loss = self._global_loss(parts, global_size)
         elif batch is not None:
@@ -139,10 +134,10 @@ class StepModule(nn.Module):
             metrics.after_update(self._metrics, self._logbook.place)
         return loss
 
-    def _unit(self, weight: torch.Tensor | float, num_samples: int) -> float:
+    def _unit(self, weight: float, num_samples: int) -> float:
         """Return the planned weight of a sample, which rank 0's first micro-batch decides."""
         if self._state.sample_weight is None:
-            per_sample = float(weight) / max(num_samples, 1)
+            per_sample = weight / max(num_samples, 1)
             unit = 2.0 ** round(math.log2(per_sample)) if per_sample else 1.0
             self._state.sample_weight = float(
                 distributed.broadcast_tensor(torch.tensor(unit, dtype=torch.float64))

@@ -26,9 +26,10 @@ from trainer.logbook import Logbook
 from trainer.loggers import Logger
 from trainer.lr_scaling import LRScaling
 from trainer.optimization import configure_optimizer
+from trainer.precision import LossScaler
 from trainer.run import FitResult
 from trainer.run_dir import choose_run_dir
-from trainer.seeding import Stream, seed_stream
+from trainer.seeding import Stream, seed_generators, stream_key
 from trainer.session import Session
 from trainer.state import TrainState
 from trainer.step import StepModule
@@ -95,8 +96,9 @@ class Training:
             seed=config.seed,
             needs_every_parameter=not self.strategy.may_miss_gradients,
         ).to(session.device)
+        self.scaler = LossScaler(session.precision, self.strategy.averaged_over)
         parts: dict[str, Stateful] = {
-            "scaler": session.precision,
+            "scaler": self.scaler,
             "train_state": state,
             **_named("callbacks", callbacks),
             **_named("loggers", loggers),
@@ -156,7 +158,8 @@ class Training:
             Callback.on_fit_end
         """
         task, state, config, device = self.task, self.state, self.config, self.session.device
-        precision, scaler = self.session.precision, self.session.precision.scaler
+        precision, scaler = self.session.precision, self.scaler
+        self.seed_hook(Stream.FIT_START)
         task.on_fit_start()
         with self.observed():
             for callback in self.callbacks:
@@ -167,7 +170,7 @@ class Training:
 
         self.stop_at_limit()
         while self.stop_reason is None:
-            self.seed_hooks(0)
+            self.seed_hook(Stream.EPOCH_START)
             task.on_epoch_start()
             self.wrap()
             if not state.step_in_epoch:  # else resumed in its middle
@@ -177,7 +180,8 @@ class Training:
                 is_accumulating = not micro.is_last
                 batch = to_device(micro.batch, device)
                 self.logbook.begin(state.step + 1, micro.position, micro.num_samples)
-                seed_stream(device, config.seed, state.step, micro.number)
+                key = stream_key(config.seed, Stream.FORWARD, state.step, micro.number)
+                seed_generators(key, device)
                 with self.strategy.no_sync() if is_accumulating else nullcontext():
                     with precision.autocast():
                         # This micro-batch's share of the global batch's loss (see step.py).
@@ -190,7 +194,7 @@ class Training:
                 self.gradients.check()
                 has_weight = self.gradients.correct(scaler, self.optimizer)
                 if has_weight:  # else there is nothing to step on
-                    self.seed_hooks(1)
+                    self.seed_hook(Stream.UPDATE)
                     task.before_optimizer_step()
                     self.gradients.clip(config.gradient_clip_norm, self.optimizer)
                     with self.schedule.scaled():  # the learning rate follows the global batch
@@ -217,12 +221,12 @@ class Training:
 
         return self.finish()
 
-    def seed_hooks(self, which: int) -> None:
+    def seed_hook(self, stream: Stream) -> None:
         """Have the task's hooks and the optimizer draw the same random numbers on every rank.
 
         The generators are where a rank's last micro-batch left them, which is not the same place.
         """
-        seed_stream(self.session.device, self.config.seed, self.state.step, which, Stream.HOOK)
+        seed_generators(stream_key(self.config.seed, stream, self.state.step), self.session.device)
 
     def wrap(self) -> None:
         """Wrap the step module, anew if other parameters are trained than before, on any rank."""
@@ -293,7 +297,7 @@ class Training:
         self.state.validated_step = self.state.step
         values = self.session.evaluate("val", self.val_sets)
         self.schedule.after_validation(values)
-        self.seed_hooks(2)
+        self.seed_hook(Stream.VALIDATION_END)
         self.task.on_validation_end(values)
         self.view.record(values)
         with self.observed():

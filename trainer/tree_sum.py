@@ -55,9 +55,19 @@ class TreeSum:
             _add(self._sums[-1], right)
 
     def add_to(self, last: Gradients) -> None:
-        """Add what there is of some parameters to their gradients in the last leaf, in place."""
+        """Add what there is of some parameters to their gradients in the last leaf, in place.
+
+        Args:
+            last: As they lie in one of DDP's buckets: whole, but in the order of the parameter's
+                own strides (``channels_last``, say), which are those of the sums.
+        """
         for sums in reversed(self._sums):
-            _add(last, {p: sums[p] for p in last if p in sums})
+            here = {p: sums[p] for p in last if p in sums}
+            there = {
+                p: last[p].as_strided(g.size(), g.stride(), last[p].storage_offset())
+                for p, g in here.items()
+            }
+            _add(there, here)
 
     def finish(self) -> None:
         """Leave the whole sum, the gradients of the last leaf included, on the parameters."""

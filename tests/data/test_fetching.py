@@ -58,6 +58,61 @@ def mixing_collate(samples):
     return torch.cat([batch, torch.tensor(chance(), dtype=torch.float64).expand(len(batch), 4)], 1)
 
 
+class Owning(Augmented):
+    """Draws from generators of its own, and from those of what it holds."""
+
+    def __init__(self, size=23, draws=one_to_three):
+        super().__init__(size, draws)
+        self.rng = np.random.default_rng(0)
+        self.held = Own(4)
+
+    def chance(self):
+        return [float(self.rng.random()), *self.held.chance()]
+
+    def __getitem__(self, index):
+        for _ in range(self.draws(index)):
+            found = self.chance()
+        return torch.tensor([index, *found], dtype=torch.float64)
+
+
+class OwningTogether(Owning):
+    def __getitems__(self, indices):
+        return [torch.tensor([index, *self.chance()], dtype=torch.float64) for index in indices]
+
+
+class OwningLate(Owning):
+    """Makes its generator when it first draws, and a new one in every epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.rng = None
+
+    def set_epoch(self, epoch):
+        self.held = Own(epoch)
+
+    def chance(self):
+        self.rng = self.rng or np.random.default_rng()
+        return super().chance()
+
+
+class Own:
+    """Transforms in all but name."""
+
+    def __init__(self, seed):
+        self.python = random.Random(seed)
+        self.torch = torch.Generator().manual_seed(seed)
+        self.legacy = np.random.RandomState(seed)
+
+    def chance(self):
+        of_torch = float(torch.rand((), generator=self.torch))
+        return [self.python.gauss(0, 1), of_torch, float(self.legacy.randn())]
+
+    def collate(self, samples):
+        batch = default_collate(samples)
+        drawn = torch.tensor(self.chance(), dtype=torch.float64)
+        return torch.cat([batch, drawn.expand(len(batch), 3)], 1)
+
+
 def options(workers=0, seed=5):
     return LoaderOptions(workers, pin_memory=False, seed=seed, count=len)
 
@@ -98,9 +153,16 @@ KINDS = [
     (Together, mixing_collate),
     (lambda: Subset(Augmented(), range(23)), None),
 ]
+OWN = [
+    (Owning, None),
+    (OwningTogether, None),
+    (OwningLate, None),
+    (Augmented, Own(0).collate),
+    (lambda: Subset(Owning(), range(23)), Own(0).collate),
+]
 
 
-@pytest.mark.parametrize(("kind", "collate"), KINDS)
+@pytest.mark.parametrize(("kind", "collate"), KINDS + OWN)
 def test_draws_are_the_same_on_any_ranks_and_after_a_resume(play, kind, collate):
     alone = loaded(play, 1, kind(), epoch=1, collate=collate)
     assert list(alone) == list(range(23))
@@ -124,7 +186,7 @@ def test_a_subset_of_samples_draws_for_each_of_them(play):
     assert loaded(play, 1, Subset(Augmented(), range(23))) == loaded(play, 1, Augmented())
 
 
-@pytest.mark.parametrize(("kind", "collate"), [KINDS[1], KINDS[3]])
+@pytest.mark.parametrize(("kind", "collate"), [KINDS[1], KINDS[3], *OWN[1:4]])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_draws_are_the_same_in_loader_workers(play, kind, collate, workers):
     alone = loaded(play, 1, kind(), collate=collate)
@@ -183,7 +245,7 @@ def test_rows_of_tensors_are_taken_without_seeding(play):
     assert random.random() == expected
 
 
-@pytest.mark.parametrize("kind", [Augmented, Together])
+@pytest.mark.parametrize("kind", [Augmented, Together, Owning, OwningLate])
 def test_evaluation_draws_the_same_every_time_and_apart_from_training(play, kind):
     found = []
     for world_size in (1, 3):

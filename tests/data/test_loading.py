@@ -1,18 +1,14 @@
-"""The user's data taken apart; epochs told to everything that wants to know."""
+"""The user's data taken apart; what torch's loader is told."""
 
 import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
-    ConcatDataset,
     DataLoader,
-    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    Sampler,
     SequentialSampler,
-    Subset,
     TensorDataset,
     default_collate,
 )
@@ -20,11 +16,9 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from trainer.data.loading import (
     MicroBatch,
-    generators,
     has_state,
     length,
     open_source,
-    set_epoch,
 )
 
 DATASET = TensorDataset(torch.arange(6))
@@ -116,57 +110,6 @@ def test_a_distributed_sampler_of_one_replica_is_harmless():
     assert open_source(loader, None, "train").loader is loader
 
 
-class Epochs:
-    def __init__(self):
-        self.epochs = []
-
-    def set_epoch(self, epoch):
-        self.epochs.append(epoch)
-
-
-class EpochDataset(Epochs, Dataset):
-    pass
-
-
-class EpochSampler(Epochs, Sampler):
-    pass
-
-
-class Holder(Dataset):
-    def __init__(self, **parts):
-        vars(self).update(parts)
-
-
-def test_epochs_reach_everything_that_is_held():
-    inner = [EpochDataset() for _ in range(100)]
-    many = ConcatDataset.__new__(ConcatDataset)
-    many.datasets = inner
-    sampler, wrapped, plain = EpochSampler(), EpochSampler(), Epochs()
-    by_name = {"a": Subset(EpochDataset(), [0]), "b": [EpochDataset()]}
-    root = Holder(many=many, sampler=BatchSampler(sampler, 2, False), plain=plain, by_name=by_name)
-    root.ring = root
-    set_epoch(root, 3)
-    found = [*inner, sampler, plain, by_name["a"].dataset, *by_name["b"]]
-    assert [thing.epochs for thing in found] == [[3]] * len(found)
-
-    class Batches:  # no torch class and without set_epoch, but it holds a sampler that has it
-        def __init__(self):
-            self.sampler = wrapped
-
-    set_epoch(Batches(), 4)
-    assert wrapped.epochs == [4]
-
-
-def test_long_lists_of_samples_are_not_searched():
-    class Counting(list):
-        looks = 0
-
-        def __iter__(self):
-            raise AssertionError("searched to the end")
-
-    set_epoch(Holder(samples=Counting(range(100_000))), 1)
-
-
 def test_length():
     class Undecided:
         def __len__(self):
@@ -176,14 +119,6 @@ def test_length():
     assert length(Undecided()) is None
     assert length(Stream()) is None
     assert length(RandomSampler([1, 2, 3])) == 3
-
-
-def test_generators_are_found_in_what_holds_them():
-    own = torch.Generator()
-    sampler = RandomSampler(DATASET, generator=own)
-    assert generators(BatchSampler(sampler, 2, False)) == [own]
-    assert generators([[0, 1], [2]]) == []
-    assert generators(BatchSampler(SequentialSampler(DATASET), 2, False)) == []
 
 
 class Page:

@@ -153,6 +153,23 @@ def test_without_state_it_is_read_again_and_says_so(capsys, workers):
     assert capsys.readouterr().out.count(line) == 1
 
 
+class Owning(Shards):
+    """Its shards share a generator of its own."""
+
+    def __init__(self, count):
+        super().__init__(count)
+        self.rng = random.Random(1)
+
+    def shard(self, *, rank, world_size):
+        return (self.rng.randrange(2**40) for _ in range(rank, self.count, world_size))
+
+
+def test_shards_draw_differently_and_alike_in_every_run():
+    first = steps(stream(Owning(8), workers=2))
+    assert len({number for step in first for number in step}) == 8
+    assert steps(stream(Owning(8), workers=2)) == first
+
+
 def test_another_number_of_shards_is_refused(monkeypatch):
     batches = stream(Resumable(9))
     assert batches.order_facts() == {"num_samples": None, "shards": 1}

@@ -57,6 +57,18 @@ class Chance(Numbers):
             yield number * 10_000 + random.randrange(100) * 100 + np.random.randint(100)
 
 
+class Owning(Numbers):
+    """Likewise, with generators of its own, which a process may have to itself."""
+
+    def __init__(self, count):
+        super().__init__(count)
+        self.rng, self.held = np.random.default_rng(), [random.Random()]
+
+    def __iter__(self):
+        for number in self.rng.permutation(self.count).tolist():
+            yield number * 10_000 + self.held[0].randrange(100) * 100 + self.rng.integers(100)
+
+
 class Epochs(Numbers):
     epoch = None
 
@@ -136,14 +148,15 @@ def test_the_seed_of_a_worker_is_the_same_in_all_of_them(play):
     assert found[0] != found[1]
 
 
+@pytest.mark.parametrize("kind", [Chance, Owning])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_that_shuffles_by_chance_is_the_same_everywhere(play, workers):
+def test_a_stream_that_shuffles_by_chance_is_the_same_everywhere(play, workers, kind):
     made = {}
 
     def make():
         rank = distributed.rank()
         if rank not in made:
-            made[rank] = stream(Chance(11), workers=workers)
+            made[rank] = stream(kind(11), workers=workers)
         torch.manual_seed(rank)  # as dropout leaves it: different on every rank
         random.seed(rank)
         np.random.seed(rank)
@@ -155,7 +168,7 @@ def test_a_stream_that_shuffles_by_chance_is_the_same_everywhere(play, workers):
     assert epochs[0] != epochs[1]
     assert over_ranks(play, 2, make, 0) == epochs[0]
     play(0, 1)
-    assert steps(stream(Chance(11)), 1) == epochs[1]
+    assert steps(stream(kind(11)), 1) == epochs[1]
 
 
 def test_micro_batches_say_what_they_are(play):
@@ -310,16 +323,17 @@ def test_a_new_epoch_starts_anew():
     assert steps(resumed, 1) == steps(stream(Counted(8), 4), 1)
 
 
+@pytest.mark.parametrize("kind", [Chance, Owning])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_without_state_is_read_again_and_says_so(play, capsys, workers):
-    expected = over_ranks(play, 2, lambda: stream(Chance(23), 5, 2), epoch=1)
+def test_a_stream_without_state_is_read_again_and_says_so(play, capsys, workers, kind):
+    expected = over_ranks(play, 2, lambda: stream(kind(23), 5, 2), epoch=1)
     capsys.readouterr()
     for rank in (0, 1):
         play(rank, 2)
-        batches = stream(Chance(23), 5, 2, workers=workers)
+        batches = stream(kind(23), 5, 2, workers=workers)
         before, state = stopped_after(batches, 1, 3)
         assert state == {}
-        batches = stream(Chance(23), 5, 2, workers=workers)
+        batches = stream(kind(23), 5, 2, workers=workers)
         batches.load_state_dict(state)
         after = steps(batches, 1, 3)
         if rank == 0:
@@ -328,8 +342,8 @@ def test_a_stream_without_state_is_read_again_and_says_so(play, capsys, workers)
             both = [a + b for a, b in zip(first, before + after, strict=True)]
             assert both == expected
     line = (
-        "resume: reading past the first 3 global batches of epoch 1, which are done; give Chance "
-        "state_dict and load_state_dict to go on at once"
+        "resume: reading past the first 3 global batches of epoch 1, which are done; give "
+        f"{kind.__name__} state_dict and load_state_dict to go on at once"
     )
     assert capsys.readouterr().out.splitlines() == [line]
 

@@ -268,7 +268,7 @@ def refused(run_dir: Path) -> tuple[list[str], Any]:
     options |= {"checkpoint": {"every_n_steps": 1, "asynchronous": False}}
     fit(Regression(), run_dir, **options)
     wide = Regression()
-    wide.net[2] = nn.Linear(5, 2).double()
+    wide.net[0], wide.net[2] = nn.Linear(3, 6).double(), nn.Linear(6, 1).double()
     step = "checkpoints/step-00000001"
     if distributed.rank() == 0:
         with (run_dir / step / "model.safetensors").open("r+b") as file:
@@ -300,7 +300,7 @@ def test_every_rank_learns_why_a_run_cannot_start(tmp_path: Path) -> None:
             "model.safetensors is damaged",
             "data: seed 0 -> 5",
             "nowhere is no checkpoint",
-            "of another shape: net.2.bias (1,) instead of (2,), net.2.weight",
+            "of another shape: net.0.bias (5,) instead of (6,), net.0.weight",
         ),
         strict=True,
     ):

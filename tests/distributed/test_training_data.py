@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import multiprocessing
 import random
 import time
 from pathlib import Path
@@ -32,7 +34,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from trainer import DataModule, Trainer, distributed
+from trainer import Callback, DataModule, Trainer, distributed
 from trainer.data import orders
 
 pytestmark = pytest.mark.timeout(60)
@@ -295,6 +297,44 @@ def test_an_item_that_raises_on_one_rank_ends_the_run(
     assert time.monotonic() - started < 25
 
 
+class Workers(Callback):
+    """Notes which loader workers run when a validation ends, and where it is to stop."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.running: list[set[int | None]] = []
+        self.fails = fails
+
+    def on_validation_end(self, run: Any, metrics: Any) -> None:
+        self.running.append({child.pid for child in multiprocessing.active_children()})
+        if self.fails:
+            raise OSError("no space left")
+
+
+@pytest.mark.parametrize("kind", ["indexed", "stream"])
+def test_loader_workers_end_with_what_they_were_started_for(tmp_path: Path, kind: str) -> None:
+    data: Any = samples(8) if kind == "indexed" else Stream(8)
+    workers, failing = Workers(), Workers(fails=True)
+    options: Any = {"num_workers": 1, "global_batch_size": 4, "accelerator": "cpu"}
+    own: Any = {"train": data, "val": data, "validate_every_n_steps": 1, "max_steps": 5, **options}
+    gc.collect()
+    gc.disable()  # nothing may wait for it
+    try:
+        fit(Regression(), tmp_path / "1", callbacks=[workers], num_sanity_val_steps=1, **own)
+        assert multiprocessing.active_children() == []
+        with pytest.raises(OSError, match="no space"):
+            fit(Regression(), tmp_path / "2", callbacks=[failing], **own)
+        assert multiprocessing.active_children() == []
+        trainer = Trainer(**options, callbacks=False, logger=False)
+        trainer.validate(Regression(), val=data)
+        trainer.predict(Regression(), predict=data)
+        assert multiprocessing.active_children() == []
+    finally:
+        gc.enable()
+    if kind == "indexed":  # one that trains and one that validates, again and again
+        assert len(workers.running) == 5
+        assert len(set.union(*workers.running)) == 2
+
+
 class Prepared(DataModule):
     """Needs longer to get ready than a collective may wait."""
 
@@ -462,8 +502,21 @@ class ByOneToFour:
             yield batch
 
 
+class Owning(Augmented):
+    """Draws from generators of its own, which each process has a copy of."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.rng, self.transforms = np.random.default_rng(0), [random.Random(0)]
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.data[index]
+        return x + self.rng.random() + self.transforms[0].random(), y
+
+
 KINDS: dict[str, Any] = {
     "samples": Augmented,
+    "own": Owning,
     "together": AugmentedTogether,
     "collated": lambda count: DataLoader(Augmented(count), 6, shuffle=True, collate_fn=mixing),
     "varying": varying_loader,
@@ -485,7 +538,7 @@ def train_on_chance(folder: Path, **options: Any) -> Any:
             task,
             folder / name,
             train=data,
-            val=Augmented(5),
+            val=Owning(5) if name == "own" else Augmented(5),
             micro_batch_size=2,
             max_epochs=2,
             **{"shuffle": True, **own, **options},

@@ -274,7 +274,15 @@ def test_all_ranks_start_from_the_weights_of_rank_0(tmp_path: Path) -> None:
 
 
 def test_one_rank_is_not_wrapped() -> None:
-    step = StepModule(Regression(), Logbook(), {}, TrainState(), averaged_over=1)
+    step = StepModule(
+        Regression(),
+        Logbook(),
+        {},
+        TrainState(),
+        seed=0,
+        averaged_over=1,
+        needs_every_parameter=True,
+    )
     strategy = DDPStrategy()
     assert strategy.setup(step, torch.device("cpu")) is step
     with strategy.no_sync():

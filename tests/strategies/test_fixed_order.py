@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import Regression, fit, on_ranks, samples
+from support import Regression, fit, fit_on, on_ranks, samples
 from torch import Tensor, nn
 
 from trainer.config import TrainerConfig
+from trainer.failures import RankError
 from trainer.strategies import DDPStrategy, FixedOrderDDP, build_strategy
 
 OPTIONS: dict[str, Any] = {
@@ -86,11 +88,31 @@ def test_a_buffer_that_training_changes_is_refused_by_name(tmp_path: Path) -> No
         fit(With(Counting()), tmp_path, **OPTIONS)
 
 
-def test_sparse_gradients_are_refused(tmp_path: Path) -> None:
+def test_sparse_and_complex_gradients_are_refused(tmp_path: Path) -> None:
     task = Regression()
     task.table = nn.Embedding(3, 2, sparse=True)
-    with pytest.raises(ValueError, match="with sparse=True in table"):
+    with pytest.raises(ValueError, match="gradients of table, which has sparse=True; use dense"):
         fit(task, tmp_path, **OPTIONS)
+    task = Regression()
+    task.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(ValueError, match="gradients of phase, which is complex; use dense, real"):
+        fit(task, tmp_path, **OPTIONS)
+
+
+class Hanging(Regression):
+    """On the last rank, backward does not come in the second step."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        if self.run.step == 1 and self.run.rank == self.run.world_size - 1:
+            time.sleep(20)
+        return super().loss(outputs, batch)
+
+
+def test_a_rank_that_hangs_ends_the_run_in_time(tmp_path: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(RankError, match="rank 3"):
+        fit_on(4, Hanging(), tmp_path, **{**OPTIONS, "micro_batch_size": 1, "timeout_s": 3})
+    assert time.monotonic() - started < 15
 
 
 def test_options_that_follow_the_world_size_are_refused() -> None:

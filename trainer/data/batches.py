@@ -22,13 +22,14 @@ from trainer.data.loading import (
     Source,
     data_loader,
     length,
-    set_epoch,
 )
 from trainer.data.orders import (
     GivenBatches,
     GlobalBatches,
     PlannedBatches,
     SampledBatches,
+    generator_states,
+    put_back,
     sampler_batches,
 )
 from trainer.data.plan import GlobalBatchPlan, Slice, ceil_div, epoch_order
@@ -150,8 +151,10 @@ def evaluation_batches(
         # One pass of the user's sampler on rank 0: it may be unseeded.
         whole = []
         if _is_first():
+            given = generator_states(source.loader)
             with OwnStream(stream_key(options.seed, Stream.SAMPLER)):
                 whole = list(itertools.islice(sampler_batches(source.loader), limit))
+            put_back(given)
         whole = distributed.broadcast_object(whole)
     if together:
         return IndexedBatches(source, plan, GivenBatches(whole), options)
@@ -195,7 +198,7 @@ class IndexedBatches(Batches):
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of one epoch, from global batch ``start_step`` on."""
-        set_epoch(self._source.dataset, epoch)
+        self._fetch.start(epoch)
         self._requests.next_epoch = self._start(epoch, start_step)
         for micro in self._loader:
             yield micro
@@ -227,6 +230,11 @@ class IndexedBatches(Batches):
     def order_facts(self) -> dict[str, Any]:
         """Return the number of samples."""
         return {"num_samples": length(self._source.dataset)}
+
+    def close(self) -> None:
+        """End the loader workers, and leave a user's sampler as it was."""
+        self._loader.close()
+        self._global_batches.close()
 
     def _start(self, epoch: int, start_step: int) -> Iterator[Request]:
         start, batches = self._global_batches.start(epoch, start_step)
@@ -264,8 +272,8 @@ class _EvaluationBatches(Batches):
         self._chunks = chunks
         self._num_samples = num_samples
         self._requests = _Requests()
-        fetch = Fetch(source, options.seed)
-        self._loader = data_loader(fetch, options, source.loader, sampler=self._requests)
+        self._fetch = Fetch(source, options.seed)
+        self._loader = data_loader(self._fetch, options, source.loader, sampler=self._requests)
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[MicroBatch]:
         self._requests.next_epoch = (
@@ -273,6 +281,9 @@ class _EvaluationBatches(Batches):
             for number, (position, indices) in enumerate(self._chunks)
         )
         return iter(self._loader)
+
+    def close(self) -> None:
+        self._loader.close()
 
 
 class _Requests(Sampler[Request]):

@@ -10,8 +10,9 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from trainer.data import draws
-from trainer.data.loading import MicroBatch, Source, length, set_epoch
-from trainer.seeding import Stream, seed_generators, stream_key
+from trainer.data.held import Generators, set_epoch
+from trainer.data.loading import MicroBatch, Source, length
+from trainer.seeding import Stream, stream_key
 
 
 class Request(NamedTuple):
@@ -28,9 +29,9 @@ class Request(NamedTuple):
 class Fetch(Dataset[MicroBatch]):
     """Loads what a request asks for; runs in the rank's process or in a loader worker.
 
-    What the dataset draws for a sample from Python's, NumPy's and torch's global generators is a
-    function of the seed, the epoch and the sample's position; what ``__getitems__`` or the collate
-    function draws, of the position of the micro-batch.
+    What the dataset draws for a sample, from Python's, NumPy's and torch's global generators or
+    from its own, is a function of the seed, the epoch and the sample's position; what
+    ``__getitems__`` or the collate function draws, of the position of the micro-batch.
     """
 
     def __init__(self, source: Source, seed: int) -> None:
@@ -38,7 +39,14 @@ class Fetch(Dataset[MicroBatch]):
         self._dataset = source.dataset
         self._epoch = 0
         self._seed = seed
+        self._generators = Generators(source)
         self._draws = False  # whether the dataset has been seen to draw random numbers
+
+    def start(self, epoch: int) -> None:
+        """Tell the dataset that ``epoch`` starts."""
+        set_epoch(self._dataset, epoch)
+        self._epoch = epoch
+        self._generators.look()
 
     def __getitem__(self, request: Request) -> MicroBatch:
         """Load one micro-batch.
@@ -48,8 +56,7 @@ class Fetch(Dataset[MicroBatch]):
         """
         if request.epoch != self._epoch:
             # A worker that lives through several epochs has its own copy of the dataset.
-            set_epoch(self._dataset, request.epoch)
-            self._epoch = request.epoch
+            self.start(request.epoch)
         indices = list(request.indices)
         batch = self._load(indices, request.position) if indices else None
         return MicroBatch(batch, len(indices), *request[1:5], request.indices)
@@ -60,17 +67,17 @@ class Fetch(Dataset[MicroBatch]):
                 return _rows(self._dataset, indices)
         key = stream_key(self._seed, Stream.MICRO_BATCH, self._epoch, position)
         if _fetches_together(self._dataset):
-            seed_generators(key)
+            self._generators.seed(key)
             samples = self._get_items(indices)
             if not isinstance(samples, list):
                 return samples  # a batch that is collated already
         else:
             samples = self._get_each(indices, position)
-            seed_generators(key)
+            self._generators.seed(key)
         return self._collate(samples, indices)
 
     def _get_each(self, indices: list[Any], position: int) -> list[Any]:
-        if not self._draws:
+        if not self._draws and not self._generators.own:
             draws.watch()
             samples = [self._get_item(index) for index in indices]
             self._draws = draws.anything_drawn()
@@ -78,7 +85,8 @@ class Fetch(Dataset[MicroBatch]):
                 return samples
         samples = []
         for place, index in enumerate(indices, position):
-            seed_generators(stream_key(self._seed, Stream.SAMPLE, self._epoch, place))
+            key = stream_key(self._seed, Stream.SAMPLE, self._epoch, place)
+            self._generators.seed(key)
             samples.append(self._get_item(index))
         return samples
 

@@ -6,9 +6,10 @@ with indices are cut in ``batches.py``, iterable ones in ``streams.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.utils.data._utils.worker as torch_worker
@@ -23,6 +24,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from trainer import distributed
 from trainer.seeding import Stream, stream_key
@@ -170,13 +172,16 @@ class Batches:
         """Return what the order of the samples follows from, beside the seed and the clock."""
         return {}
 
+    def close(self) -> None:
+        """End the loader workers."""
+
 
 def data_loader(
     dataset: Dataset[Any],
     options: LoaderOptions,
     user: DataLoader[Any] | None,
     sampler: Sampler[Any] | None = None,
-) -> Iterable[Any]:
+) -> Loader:
     """Return torch's loader for ``dataset``, whose items are ready as they are.
 
     Where neither workers nor page-locked memory are wanted there is nothing left for torch's
@@ -203,7 +208,7 @@ def data_loader(
     generator = torch.Generator().manual_seed(
         stream_key(options.seed, Stream.LOADER, distributed.rank())
     )
-    return DataLoader(
+    return _TorchLoader(
         dataset,
         batch_size=None,
         sampler=sampler,
@@ -216,6 +221,15 @@ def data_loader(
     )
 
 
+class Loader(Protocol):
+    """Yields items, in one pass after the other."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def close(self) -> None:
+        """End the worker processes."""
+
+
 class _InProcess:
     """Fetches what a sampler asks for, in this process."""
 
@@ -226,6 +240,30 @@ class _InProcess:
     def __iter__(self) -> Iterator[Any]:
         for item in self._sampler:  # not map: a StopIteration from a dataset would end it silently
             yield self._dataset[item]
+
+    def close(self) -> None:
+        pass
+
+
+class _TorchLoader(DataLoader[Any]):
+    """Torch's loader, whose workers end when they are told to.
+
+    Else they live until their iterator is freed: where a cycle of references leads to it, by
+    Python's garbage collection, which may come late, or in a process that was forked since.
+    """
+
+    _latest: Callable[[], Any] = staticmethod(lambda: None)
+
+    def __iter__(self) -> Any:
+        iterator = super().__iter__()
+        self._latest = weakref.ref(iterator)
+        return iterator
+
+    def close(self) -> None:
+        iterator = self._latest()
+        if isinstance(iterator, _MultiProcessingDataLoaderIter):
+            iterator._shutdown_workers()  # what freeing it does
+        self._iterator = None  # another pass, if there is one, starts new workers
 
 
 class _WorkerInit:
@@ -254,43 +292,6 @@ class _WorkerInit:
             self._user_init(worker_id)
 
 
-def set_epoch(thing: Any, epoch: int) -> None:
-    """Call ``set_epoch(epoch)`` on ``thing`` and on every sampler and dataset that it holds."""
-    for node in _within(thing):
-        if callable(getattr(node, "set_epoch", None)):
-            node.set_epoch(epoch)
-
-
-def generators(thing: Any) -> list[torch.Generator]:
-    """Return the random generators that ``thing``, or a sampler or dataset that it holds, has."""
-    return [node for node in _within(thing) if isinstance(node, torch.Generator)]
-
-
-def _within(thing: Any) -> Iterator[Any]:
-    """Yield ``thing`` and the samplers, datasets and generators that it holds, each once."""
-    seen: set[int] = set()
-
-    def visit(node: Any) -> Iterator[Any]:
-        if id(node) in seen:
-            return
-        seen.add(id(node))
-        if isinstance(node, list | tuple):
-            parts: Any = node
-        elif isinstance(node, dict):
-            parts = list(node.values())
-        else:
-            yield node
-            parts = list(vars(node).values()) if hasattr(node, "__dict__") else []
-        # A look at the first few tells a long list of samples from one of datasets.
-        if len(parts) > 64 and not any(_is_of_interest(part) for part in parts[:64]):
-            return
-        for part in parts:
-            if _is_of_interest(part) or isinstance(part, list | tuple | dict):
-                yield from visit(part)
-
-    yield from visit(thing)
-
-
 def length(sized: Any) -> int | None:
     """Return ``len(sized)``, or None where it has none."""
     try:
@@ -302,10 +303,6 @@ def length(sized: Any) -> int | None:
 def has_state(thing: Any) -> bool:
     """Whether ``thing`` can be taken up again where it was."""
     return all(callable(getattr(thing, f"{verb}state_dict", None)) for verb in ("", "load_"))
-
-
-def _is_of_interest(thing: Any) -> bool:
-    return isinstance(thing, Sampler | Dataset | torch.Generator) or hasattr(thing, "set_epoch")
 
 
 def _as_it_is(batch: Any) -> Any:

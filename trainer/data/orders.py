@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainer import distributed
-from trainer.data.loading import generators, length, set_epoch
+from trainer.data.held import sampler_generators, set_epoch
+from trainer.data.loading import length
 from trainer.seeding import OwnStream, Stream, stream_key
 
 # How many global batches of a user's sampler travel from rank 0 to the others at once.
@@ -43,6 +44,9 @@ class GlobalBatches:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what ``state_dict`` returned on rank 0."""
+
+    def close(self) -> None:
+        """Leave what was given as it was."""
 
 
 class PlannedBatches(GlobalBatches):
@@ -107,7 +111,8 @@ class SampledBatches(GlobalBatches):
         self._repeats = repeats
         self._kept: list[list[int]] | None = None
         # A sampler's own generators go on from epoch to epoch: their states at the start of them.
-        self._generators = [] if repeats else generators(loader.batch_sampler)
+        self._given = generator_states(loader)
+        self._generators = [] if repeats else [generator for generator, _ in self._given]
         self._starts: dict[int, list[torch.Tensor]] = {}
         self._epoch: int | None = None
         self._announced = length(loader.batch_sampler)
@@ -176,6 +181,13 @@ class SampledBatches(GlobalBatches):
             )
         self._starts = starts
 
+    def close(self) -> None:
+        """Put the sampler's generators back, so that the loader's next fit is the same.
+
+        They have moved in rank 0's process only, which the user's may be or not.
+        """
+        put_back(self._given)
+
     def _generator_states(self) -> list[torch.Tensor]:
         return [generator.get_state() for generator in self._generators]
 
@@ -202,7 +214,7 @@ class SampledBatches(GlobalBatches):
         yield from self._kept
 
     def _sampled(self, epoch: int) -> Iterator[list[int]]:
-        set_epoch(self._loader.batch_sampler, epoch)
+        set_epoch(self._loader, epoch)
         for number, indices in enumerate(sampler_batches(self._loader)):
             if number == self._announced:
                 raise ValueError(
@@ -210,6 +222,18 @@ class SampledBatches(GlobalBatches):
                     f"{number} that its len() says; correct its __len__ or leave it out"
                 )
             yield indices
+
+
+def generator_states(loader: DataLoader[Any]) -> list[tuple[torch.Generator, torch.Tensor]]:
+    """Return torch's generators that a user's sampler holds, and where they are."""
+    own = [found for found in sampler_generators(loader) if isinstance(found, torch.Generator)]
+    return [(generator, generator.get_state()) for generator in own]
+
+
+def put_back(states: list[tuple[torch.Generator, torch.Tensor]]) -> None:
+    """Undo what has been drawn since `generator_states`."""
+    for generator, state in states:
+        generator.set_state(state)
 
 
 def sampler_batches(loader: DataLoader[Any]) -> Iterator[list[int]]:

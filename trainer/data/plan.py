@@ -54,7 +54,7 @@ class GlobalBatchPlan:
 
     def accumulation_steps(self, size: int, world_size: int) -> int:
         """The most micro-batches that one rank computes for a global batch of ``size`` samples."""
-        return ceil_div(ceil_div(size, self.micro(size, world_size)), world_size)
+        return len(self.cut(size, 0, world_size))  # no other rank has more, or is filled before
 
     def cut(self, size: int, rank: int, world_size: int) -> list[Slice]:
         """Return the micro-batches of ``rank``; none where no sample is left for it.

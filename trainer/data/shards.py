@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from trainer import distributed
+from trainer.data.held import Generators, set_epoch
 from trainer.data.loading import (
     Batches,
     LoaderOptions,
@@ -25,11 +26,10 @@ from trainer.data.loading import (
     data_loader,
     has_state,
     length,
-    set_epoch,
 )
 from trainer.data.plan import GlobalBatchPlan
 from trainer.data.streams import say_skipped
-from trainer.seeding import Stream, seed_generators, stream_key
+from trainer.seeding import Stream, stream_key
 
 
 def shards_itself(source: Source) -> bool:
@@ -192,6 +192,10 @@ class ShardedStreamBatches(Batches):
         num_shards = distributed.world_size() * self._num_shards
         return {"num_samples": length(self._dataset), "shards": num_shards}
 
+    def close(self) -> None:
+        """End the loader workers."""
+        self._loader.close()
+
     def _can_go_on(self, epoch: int, start_step: int) -> bool:
         if self._place == (epoch, start_step) and all(
             shard.state is not None for shard in self._shards if shard.number
@@ -206,6 +210,7 @@ class _ShardedStream(IterableDataset[_Read]):
 
     def __init__(self, source: Source, plan: GlobalBatchPlan, options: LoaderOptions) -> None:
         self.source = source._replace(loader=None)  # workers need no copy of it
+        self._generators = Generators(source)
         self._worker = (0, 1)  # this loader worker's number, and how many there are
         self._plan = plan
         self._seed = options.seed
@@ -244,9 +249,11 @@ class _ShardedStream(IterableDataset[_Read]):
             shard.load_state_dict(pickle.loads(state))
         size = cast(int, self._plan.global_batch_size)
         begin, end = (size * r // self._world_size for r in (self._rank, self._rank + 1))
+        self._generators.look(shard)
         items = iter(shard)
         for done in itertools.count(number):
-            seed_generators(stream_key(self._seed, Stream.SHARD, self._epoch, shard_number, done))
+            key = stream_key(self._seed, Stream.SHARD, self._epoch, shard_number, done)
+            self._generators.seed(key)
             chunk = list(itertools.islice(items, end - begin))
             if not chunk:
                 return

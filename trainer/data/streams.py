@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from trainer import distributed
+from trainer.data.held import Generators, set_epoch
 from trainer.data.loading import (
     Batches,
     LoaderOptions,
@@ -27,10 +28,9 @@ from trainer.data.loading import (
     data_loader,
     has_state,
     length,
-    set_epoch,
 )
 from trainer.data.plan import GlobalBatchPlan
-from trainer.seeding import Stream, seed_generators, stream_key
+from trainer.seeding import Stream, stream_key
 from trainer.trees import rows
 
 
@@ -131,6 +131,10 @@ class StreamBatches(Batches):
         """Return the number of samples, None where the stream has no length."""
         return {"num_samples": length(self._stream.source.dataset)}
 
+    def close(self) -> None:
+        """End the loader workers."""
+        self._loader.close()
+
     def _resumed(self, epoch: int, start_step: int) -> dict[str, Any] | None:
         """Return what an earlier run reached; None to read the stream again up to there."""
         dataset = self._stream.source.dataset
@@ -169,6 +173,7 @@ class _Stream(IterableDataset[Read]):
         limit: int | None,
     ) -> None:
         self.source = source._replace(loader=None)  # workers need no copy of it
+        self._generators = Generators(source)
         self._yields_batches = source.yields_batches
         self._worker = (0, 1)  # this loader worker's number, and how many there are
         self._plan = plan
@@ -206,12 +211,13 @@ class _Stream(IterableDataset[Read]):
         if self._reached is not None:
             self.source.dataset.load_state_dict(self._reached["dataset"])
             start, position = self._first, self._reached["position"]
+        self._generators.look()
         batches = self._global_batches()
         for number in itertools.count(start):
             if number == self._limit:
                 return
             # Everyone who reads the stream has to draw the same: it may shuffle by chance.
-            seed_generators(stream_key(self._seed, Stream.GLOBAL_BATCH, self._epoch, number))
+            self._generators.seed(stream_key(self._seed, Stream.GLOBAL_BATCH, self._epoch, number))
             found = next(batches, None)
             if found is None:
                 return
@@ -258,5 +264,6 @@ class _Stream(IterableDataset[Read]):
     def _part(self, batch: Any, size: int, start: int, stop: int, position: int) -> Any:
         if self._yields_batches:
             return rows(batch, size, start, stop)
-        seed_generators(stream_key(self._seed, Stream.MICRO_BATCH, self._epoch, position + start))
+        key = stream_key(self._seed, Stream.MICRO_BATCH, self._epoch, position + start)
+        self._generators.seed(key)
         return self.source.collate(batch[start:stop])

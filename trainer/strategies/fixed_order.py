@@ -7,12 +7,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from trainer import distributed
-from trainer.comm_hooks import FixedOrderReduction, Hook
+from trainer.comm_hooks import Hook
 from trainer.data.loading import MicroBatch
 from trainer.data.plan import GlobalBatchPlan, ceil_div
 from trainer.messages import listed
 from trainer.step import StepModule
 from trainer.strategies.ddp import DDPStrategy
+from trainer.tree_reduction import TreeReduction
 from trainer.tree_sum import TreeSum, completed_sums
 
 
@@ -23,7 +24,7 @@ class FixedOrderDDP(DDPStrategy):
     and ``no_sync`` in the order in which this rank happens to compute.
     """
 
-    _reduction: FixedOrderReduction | None = None  # one rank alone needs none
+    _reduction: TreeReduction | None = None  # one rank alone needs none
 
     @property
     def averaged_over(self) -> int:
@@ -54,11 +55,11 @@ class FixedOrderDDP(DDPStrategy):
         """Wrap ``step``.
 
         Raises:
-            ValueError: If the task has layers whose state depends on who computes what, or whose
-                gradients are sparse.
+            ValueError: If the task has layers whose state depends on who computes what, or
+                parameters whose gradients are sparse or complex.
         """
         size = self._plan.global_batch_size
-        _refuse_sparse(step.task)
+        _refuse_parameters(step.task)
         self._task = step.task
         self._before: dict[str, torch.Tensor] = {}  # buffers, until the first step has been done
         if size is None or self._plan.accumulation_steps(size, 1) > 1:
@@ -66,7 +67,7 @@ class FixedOrderDDP(DDPStrategy):
             self._before = {name: buffer.clone() for name, buffer in step.task.named_buffers()}
         self._sums = TreeSum([p for p in step.parameters() if p.requires_grad])
         if distributed.world_size() > 1:
-            self._reduction = FixedOrderReduction(self._sums, device)
+            self._reduction = TreeReduction(self._sums, device)
         return super().setup(step, device)
 
     def after_backward(self, micro: MicroBatch) -> None:
@@ -93,10 +94,12 @@ class FixedOrderDDP(DDPStrategy):
 
     def _hook(self, step: StepModule) -> Hook | None:
         assert self._reduction is not None
-        return self._reduction.hook()
+        return self._reduction.reduce
 
     def _check_buffers(self) -> None:
         """Refuse a forward that changes buffers: each rank's are those of its own micro-batches."""
+        if not self._before:
+            return
         after = dict(self._task.named_buffers())
         changed = [name for name, old in self._before.items() if not _same(old, after.get(name))]
         self._before = {}
@@ -123,18 +126,22 @@ def _refuse_batch_norm(task: nn.Module) -> None:
         )
 
 
-def _refuse_sparse(task: nn.Module) -> None:
-    layers = [
-        name
+def _refuse_parameters(task: nn.Module) -> None:
+    """Refuse parameters whose gradients do not lie in a bucket as numbers in order."""
+    names = [
+        f"{name}, which has sparse=True"
         for name, module in task.named_modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
     ]
-    if layers:
+    names += [f"{name}, which is complex" for name, p in task.named_parameters() if p.is_complex()]
+    if names:
         raise ValueError(
-            f"reproducible=true with sparse=True in {listed(layers)}: sparse gradients have no "
-            "fixed places that could be added up in order; use sparse=False, or reproducible=false"
+            f"reproducible=true cannot add up the gradients of {listed(names)}; use dense, real "
+            "parameters, or reproducible=false"
         )
 
 
 def _same(old: torch.Tensor, new: torch.Tensor | None) -> bool:
-    return new is not None and torch.equal(old, new)
+    if new is None or new.shape != old.shape:
+        return False
+    return bool(((old == new) | ((old != old) & (new != new))).all())  # NaN is the same as NaN

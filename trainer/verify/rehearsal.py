@@ -20,7 +20,7 @@ from trainer.data.loading import Batches, MicroBatch, length
 from trainer.data.module import DataModule
 from trainer.data.shards import ShardedStreamBatches
 from trainer.run import FitResult
-from trainer.seeding import seed_stream
+from trainer.seeding import Stream, seed_generators, stream_key
 from trainer.session import Session
 from trainer.state import TrainState
 from trainer.task import TaskModule
@@ -183,7 +183,9 @@ class Rehearsal(Training):
             return
 
         def seed() -> None:
-            seed_stream(session.device, session.config.seed, 0, micro.number)
+            seed_generators(
+                stream_key(session.config.seed, Stream.FORWARD, 0, micro.number), session.device
+            )
 
         seed()
         whole = self._part(micro, micro.batch, micro.num_samples)
@@ -285,6 +287,9 @@ class _Noted(Batches):
                     return
                 self._note(micro)
             yield micro
+
+    def close(self) -> None:
+        self._batches.close()
 
 
 def peak_bytes(device: torch.device) -> int:
