@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
 from torch.utils.data import Dataset, TensorDataset
 
 from trainer import FitResult, TaskModule, Trainer, WeightedLoss, distributed
@@ -146,5 +147,20 @@ def assert_same(found: Any, expected: Any, tolerance: float = 1e-9) -> None:
 
 
 def assert_equal_bits(found: Any, expected: Any) -> None:
-    """Compare weights (or the modules that have them) to the last bit."""
-    assert_same(found, expected, tolerance=0)
+    """Compare nested tensors and plain values, or the weights of modules, to the last bit.
+
+    NaN is the same as NaN, and -0 is another number than +0.
+    """
+    found, expected = (weights(w) if isinstance(w, nn.Module) else w for w in (found, expected))
+    (left, spec), (right, same) = tree_flatten_with_path(found), tree_flatten_with_path(expected)
+    assert spec == same
+    for (path, one), (_, other) in zip(left, right, strict=True):
+        if isinstance(one, Tensor):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)  # tells where
+            assert torch.equal(_bytes(one), _bytes(other)), f"{keystr(path)}: the sign of a zero"
+        else:
+            assert repr(one) == repr(other), keystr(path)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)

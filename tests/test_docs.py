@@ -23,6 +23,12 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_nothing_is_left_to_fill_in(page: Path) -> None:
+    open_places = re.findall(r"^[A-Z]+(?:_[A-Z]+)+$", page.read_text(encoding="utf-8"), re.M)
+    assert not open_places
+
+
 def test_every_page_is_reached_from_the_readme() -> None:
     linked = set(re.findall(r"\]\(docs/([\w.]+)\)", (ROOT / "README.md").read_text("utf-8")))
     assert linked == {page.name for page in PAGES[1:]}

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from support import Regression, fit, samples
 from torch import nn
 
 from trainer import TaskModule
@@ -35,6 +36,12 @@ def test_outputs_are_joined_by_their_kind(parts, sizes, expected):
     assert type(found) is type(expected)
 
 
+def test_a_list_has_one_entry_per_sample_even_if_these_have_as_many():
+    assert join([[[1, 2], [3, 4]], [[5, 6], [7, 8]]], [2, 2]) == [[1, 2], [3, 4], [5, 6], [7, 8]]
+    with pytest.raises(ValueError, match="predict returned a list for a batch of 3 samples"):
+        join([[torch.ones(3), torch.ones(3)]] * 2, [3, 3])
+
+
 def test_tensors_are_joined_by_sample():
     assert join([torch.ones(2, 3), torch.zeros(1, 3)], [2, 1]).shape == (3, 3)
 
@@ -45,6 +52,42 @@ def test_tensors_are_joined_by_sample():
 def test_outputs_of_another_length_are_refused(parts):
     with pytest.raises(ValueError, match="for a batch of 2 samples; it must return tensors whose"):
         join(parts, [2, 1])
+
+
+class Noting(Regression):
+    """Notes whether its methods run under autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.float()
+        self.seen = set()
+
+    def note(self, method):
+        self.seen.add((self.run.split, method, torch.is_autocast_enabled("cpu")))
+
+    def loss(self, outputs, batch):
+        self.note("loss")
+        return super().loss(outputs, batch)
+
+    def build_metrics(self, split):
+        from torchmetrics import MeanMetric
+
+        return {"mean": MeanMetric()}
+
+    def update_metrics(self, metrics, outputs, batch):
+        self.note("update_metrics")
+        assert not outputs.requires_grad
+        metrics["mean"].update(outputs)
+
+
+@pytest.mark.parametrize("global_loss", [False, True])
+def test_metrics_are_updated_without_autocast_in_training_and_in_evaluation(global_loss, tmp_path):
+    task = Noting()
+    task.global_loss = global_loss
+    data = samples(4, torch.float32)
+    fit(task, tmp_path, train=data, val=data, global_batch_size=4, max_steps=1, precision="bf16")
+    expected = [("loss", True), ("update_metrics", False)]
+    assert task.seen == {(split, *each) for split in ("train", "val") for each in expected}
 
 
 class Task(TaskModule):

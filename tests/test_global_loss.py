@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from trainer.contract import check_contract
 from trainer.data.plan import GlobalBatchPlan
-from trainer.global_loss import GlobalLoss, Part, check_plan
+from trainer.global_loss import TaskLoss, check_plan
 from trainer.logbook import Logbook
 
 
@@ -74,12 +74,14 @@ def test_the_loss_gets_all_parts_and_what_it_logs_belongs_to_all_samples():
     task, logbook = Spread(), Logbook()
     task.run = task.run.__class__(_logbook=logbook)
     x, y = samples(5).tensors
-    parts = [Part(task((x[i], y[i])), (x[i], y[i]), len(x[i])) for i in (slice(3), slice(3, 5))]
+    task_loss = TaskLoss(task, logbook)
     logbook.begin(1, 0, 2)
-    loss = GlobalLoss(task, logbook)(parts, 5)  # logs that the batch has 5 samples
+    first, last = ((x[i], y[i]) for i in (slice(3), slice(3, 5)))
+    assert task_loss(task(first), first, 3, 5, is_last=False) is None
+    loss = task_loss(task(last), last, 2, 5)  # logs that the batch has 5 samples
     assert loss.item() == pytest.approx(Spread().loss(task((x, y)), (x, y)).item(), rel=1e-12)
     logbook.add("other", 1.0)
-    logbook.begin(1, 0, 2, is_counted=False)
+    logbook.count(2, is_counted=False)
     logbook.add("other", 2.0)
     assert logbook.reduce() == {"samples": 5, "other": 1}
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
-from support import Regression, samples
+from support import Regression, fit, samples
 from torch import nn
 
 from trainer.config import TrainerConfig
-from trainer.data.module import as_data_module
 from trainer.data.plan import GlobalBatchPlan
 from trainer.notes import notes_on_cut
-from trainer.session import Session
-from trainer.strategies import DDPStrategy
 
 
 def notes(
@@ -49,9 +47,30 @@ DROPPING = {
 @pytest.mark.parametrize("name", DROPPING)
 def test_dropout_that_follows_the_world_size(name: str) -> None:
     task = nn.Sequential(DROPPING[name])
-    assert "micro_batch_size=3 keeps the masks" in notes(task, 3)
+    found = notes(task, 3)
+    assert "with it the masks of dropout; micro_batch_size=3 keeps" in found
+    assert "fp16" not in found
     assert "micro_batch_size=a number keeps" in notes(task, 3, size=None)
     assert notes(task, 1) == notes(task, 2, micro=2) == ""
+
+
+def test_overflows_that_follow_the_world_size() -> None:
+    task = nn.Tanh()
+    found = notes(task, 2, precision="fp16")
+    assert "which steps overflow and are skipped (fp16); micro_batch_size=4 keeps" in found
+    assert notes(task, 1, precision="fp16") == notes(task, 2, micro=2, precision="fp16") == ""
+    both = notes(nn.Dropout(0.1), 2, precision="fp16")
+    assert "the masks of dropout and which steps overflow" in both
+
+
+class Together(Regression):
+    global_loss = True
+
+
+def test_a_loss_over_the_global_batch_is_not_told_to_fix_the_cut() -> None:
+    task = Together()
+    assert re.search("overflow.*; global_loss=True needs it so$", notes(task, 2, precision="fp16"))
+    assert "micro_batch_size=null would give each a share" in notes(task, 4, 8, 4)
 
 
 @pytest.mark.parametrize(
@@ -73,10 +92,8 @@ def test_batchnorm_over_a_part_of_the_global_batch() -> None:
     assert notes(nn.Sequential(nn.BatchNorm1d(2).eval(), nn.InstanceNorm1d(2)), 2) == ""
 
 
-def test_the_start_of_a_run_prints_them(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_start_of_a_fit_prints_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     task = Regression()
-    task.net.append(nn.BatchNorm1d(1))
-    config = TrainerConfig(accelerator="cpu", global_batch_size=4, micro_batch_size=2)
-    session = Session(config, task, as_data_module(None, train=samples(8)))
-    session.train_batches(DDPStrategy())
-    assert capfd.readouterr().out.startswith("note: BatchNorm (net.3) normalizes each micro-batch")
+    task.net.append(nn.BatchNorm1d(1).double())
+    fit(task, tmp_path, train=samples(8), global_batch_size=4, micro_batch_size=2, max_steps=1)
+    assert "note: BatchNorm (net.3) normalizes each micro-batch" in capfd.readouterr().out

@@ -11,6 +11,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from trainer import OptimizerSetup
+from trainer.lr_scaling import LRScaling
 from trainer.optimization import configure_optimizer
 
 
@@ -23,11 +24,11 @@ def configured(scheduler: Any = None, **setup: Any) -> Any:
         optimizer = sgd(params)
         return OptimizerSetup(optimizer, scheduler and scheduler(optimizer), **setup)
 
-    return configure_optimizer(Regression(build))
+    return configure_optimizer(Regression(build), LRScaling())
 
 
 def test_an_optimizer_alone_has_one_constant_rate() -> None:
-    optimizer, schedule = configure_optimizer(Regression())
+    optimizer, schedule = configure_optimizer(Regression(), LRScaling())
     schedule.after_step()
     schedule.after_epoch()
     schedule.after_validation({})
@@ -65,7 +66,7 @@ def test_each_group_has_its_rate_by_name() -> None:
         first, *rest = params
         return SGD([{"params": [first], "name": "head", "lr": 0.5}, {"params": rest}], lr=0.1)
 
-    _, schedule = configure_optimizer(Regression(build))
+    _, schedule = configure_optimizer(Regression(build), LRScaling())
     assert schedule.named_rates() == {"train/lr/head": 0.5, "train/lr/1": 0.1}
 
 
@@ -109,7 +110,7 @@ def test_an_inconsistent_setup_is_refused(scheduler: Any, setup: Any, message: s
 
 def test_an_optimizer_that_computes_the_loss_itself_is_refused() -> None:
     with pytest.raises(ValueError, match=r"LBFGS, whose step needs a closure.*AdamW, SGD"):
-        configure_optimizer(Regression(torch.optim.LBFGS))
+        configure_optimizer(Regression(torch.optim.LBFGS), LRScaling())
 
 
 def test_several_optimizers_are_refused_by_name() -> None:
@@ -118,15 +119,17 @@ def test_several_optimizers_are_refused_by_name() -> None:
         return {"generator": sgd([first]), "critic": OptimizerSetup(sgd(rest))}
 
     with pytest.raises(ValueError, match=r"several optimizers \(generator, critic\).*yet.*one"):
-        configure_optimizer(Regression(build))
+        configure_optimizer(Regression(build), LRScaling())
 
 
 def test_what_is_no_optimizer_is_refused() -> None:
     for returned in (None, [torch.optim.SGD], "adam"):
         with pytest.raises(ValueError, match=rf"returned a {type(returned).__name__}; it must"):
-            configure_optimizer(Regression(lambda params, it=returned: it))
+            configure_optimizer(Regression(lambda params, it=returned: it), LRScaling())
 
 
 def test_parameters_of_something_else_are_refused() -> None:
     with pytest.raises(ValueError, match=r"2 parameters of the optimizer are not.*Regression"):
-        configure_optimizer(Regression(lambda params: sgd(torch.nn.Linear(2, 2).parameters())))
+        configure_optimizer(
+            Regression(lambda params: sgd(torch.nn.Linear(2, 2).parameters())), LRScaling()
+        )

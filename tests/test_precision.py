@@ -11,7 +11,7 @@ from support import Regression, adamw, assert_equal_bits, assert_same, fit, samp
 from torch import Tensor
 
 from trainer import WeightedLoss
-from trainer.precision import Precision
+from trainer.precision import LossScaler, Precision
 
 CPU = torch.device("cpu")
 
@@ -21,10 +21,10 @@ CPU = torch.device("cpu")
     [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
 )
 def test_matrix_products_run_in_the_named_format(name: str, dtype: torch.dtype) -> None:
-    precision = Precision(name, CPU, averaged_over=1)
+    precision = Precision(name, CPU)
     with precision.autocast():
         assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype == dtype
-    assert precision.scaler.is_enabled() == (name == "fp16")
+    assert LossScaler(precision, averaged_over=1).is_enabled() == (name == "fp16")
 
 
 class Watching(Regression):
@@ -120,7 +120,12 @@ def test_a_run_may_go_on_in_another_precision(
     before: str, after: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     watch(tmp_path, precision=before, max_steps=2)
-    result = watch(tmp_path, precision=after, resume="auto")
+    options: dict[str, Any] = {"precision": after, "resume": "auto"}
+    if before != after:
+        with pytest.raises(ValueError, match=f"optimizer: precision {before} -> {after}\n"):
+            watch(tmp_path, **options)
+        options["accept_changes"] = ["optimizer"]
+    result = watch(tmp_path, **options)
     starts_anew = "not trained in fp16; its loss scale starts anew" in capsys.readouterr().out
     assert starts_anew == (before == "fp32")
     assert result.stepped == [True]
@@ -128,16 +133,15 @@ def test_a_run_may_go_on_in_another_precision(
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_the_loss_scale_means_the_same_on_any_number_of_ranks(ranks: int) -> None:
-    cpu = torch.device("cpu")
-    one, several = Precision("fp16", cpu, 1), Precision("fp16", cpu, ranks)
-    for precision in (one, several):
-        precision.scaler.scale(torch.ones(()))
-    assert several.scaler.get_scale() * ranks == pytest.approx(one.scaler.get_scale())
-    one.scaler.update(512.0)
+    one, several = (LossScaler(Precision("fp16", CPU), count) for count in (1, ranks))
+    for scaler in (one, several):
+        scaler.scale(torch.ones(()))
+    assert several.get_scale() * ranks == pytest.approx(one.get_scale())
+    one.update(512.0)
     several.load_state_dict(one.state_dict())
-    assert several.scaler.get_scale() * ranks == pytest.approx(512)
+    assert several.get_scale() * ranks == pytest.approx(512)
     one.load_state_dict(several.state_dict())
-    assert one.scaler.get_scale() == 512
+    assert one.get_scale() == 512
 
 
 def test_half_precision_keeps_its_weights_in_full_precision(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Nested batches: moved, and cut by sample."""
+"""Nested batches: moved, and cut and joined by sample."""
 
 from collections import UserDict
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.trees import detached, map_leaves, rows, to_device
+from trainer.trees import detached, has_rows, joined, map_leaves, rows, to_device
 
 
 class Pair(NamedTuple):
@@ -80,6 +80,44 @@ def test_rows_are_cut_where_the_samples_are(batch, expected):
     assert type(found) is type(expected)
     torch.testing.assert_close(found, expected) if isinstance(found, torch.Tensor) else None
     assert repr(found) == repr(expected)
+
+
+def join_leaves(parts, sizes, path):
+    return torch.cat(parts) if all(map(has_rows, parts, sizes)) else parts[0]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"x": X, "scale": 7, "array": np.arange(4)},
+        Pair(X, [X, None]),
+        [X, X, X, X],
+        (X, torch.ones(7), ["a", "b", None, "d"]),
+        [X, X, X, torch.tensor(9)],  # a scalar beside rows: four fields
+        tuple("abcd"),
+        (0, 1, 1, 0),
+        ([torch.zeros(3, n) for n in range(4)], tuple({"box": torch.ones(n)} for n in range(4))),
+        [torch.ones(2), torch.ones(4), torch.ones(1), torch.ones(3)],  # one of 4 by chance
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_is_cut_is_joined_again(batch, size):
+    starts = range(0, 4, size)
+    stops = [min(start + size, 4) for start in starts]
+    parts = [rows(batch, 4, start, stop) for start, stop in zip(starts, stops, strict=True)]
+    sizes = [stop - start for start, stop in zip(starts, stops, strict=True)]
+    found = joined(parts, sizes, join_leaves)
+    assert type(found) is type(batch)
+    assert repr(found) == repr(batch)
+
+
+def test_as_many_fields_as_samples_are_fields_if_one_is_the_same_in_all_parts():
+    table = torch.ones(7, 2)
+    for kind in (list, tuple):
+        found = joined([kind((X[:2], table)), kind((X[2:], table))], [2, 2], join_leaves)
+        assert type(found) is kind
+        assert found[0].equal(X)
+        assert found[1] is table
 
 
 def test_two_samples_of_two_different_fields_are_fields():

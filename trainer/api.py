@@ -22,6 +22,7 @@ from trainer.determinism import deterministic_algorithms
 from trainer.instantiate import instantiate_all
 from trainer.launcher import in_child, launch
 from trainer.loggers import Logger, default_loggers
+from trainer.notes import print_notes
 from trainer.run import FitResult
 from trainer.seeding import seed_everything
 from trainer.session import Session
@@ -167,18 +168,21 @@ class Trainer:
         data: DataModule | None = None,
         *,
         train: Any = None,
+        val: Any = None,
         steps: int = 20,
     ) -> VerifyReport:
         """Compare a few training steps on one process with the same on ``devices`` (at least 2).
 
-        Everything runs in processes of its own: ``task`` stays as it is, nothing is validated,
-        logged or saved. The report is also written to ``verify.json`` and ``verify.png`` in the
-        run's folder.
+        Everything runs in processes of its own: ``task`` and the random generators here stay as
+        they are, nothing is validated, logged or saved. The report is also written to
+        ``verify.json`` and ``verify.png`` in the run's folder.
 
         Args:
             task: What a fit would train.
             data: Where the samples come from; or give ``train`` instead.
             train: The training data.
+            val: The validation data of that fit. It is not used, so a schedule that follows a
+                metric stays where it starts.
             steps: How many steps to compare, at most ``max_steps``.
 
         Returns:
@@ -190,7 +194,7 @@ class Trainer:
         from trainer.verify.verification import verify
 
         check_contract(task, to_fit=True)
-        module = as_data_module(data, train=train)
+        module = as_data_module(data, train=train, val=val)
         return verify(self.config, self._on_rank, task, module, steps)
 
     def _launch(
@@ -237,13 +241,14 @@ class Trainer:
         session = Session(self.config, task, data)
         self._state = TrainState()
         training = Training(session, self._state, callbacks, loggers, self.run_config, test_best)
+        print_notes(task, training.plan, self.config)
         with training.open():
             return training.run()
 
     def _evaluate(
         self, task: TaskModule, data: DataModule, split: str, ckpt_path: str | Path | None
     ) -> dict[str, float]:
-        return self._session(task, data, ckpt_path).evaluate(split)
+        return self._session(task, data, ckpt_path).evaluate_once(split)
 
     def _predict(
         self,

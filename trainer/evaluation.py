@@ -5,7 +5,7 @@ Every sample is computed once, by one rank, outside the strategy's wrapper.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +16,12 @@ import torch
 from trainer import distributed, metrics
 from trainer.contract import weigh
 from trainer.data.loading import Batches
-from trainer.global_loss import GlobalLoss, Part
+from trainer.global_loss import TaskLoss
 from trainer.logbook import Logbook
 from trainer.precision import Precision
 from trainer.seeding import Stream, seed_generators, stream_key
 from trainer.task import TaskModule, WeightedLoss
-from trainer.trees import to_device
+from trainer.trees import has_rows, joined, to_device
 
 
 class EvaluationSet(NamedTuple):
@@ -58,39 +58,35 @@ def evaluate(
         metrics.reset(set_metrics)
         with evaluating(task, split, logbook):
             number = 0
-            parts: list[Part] = []
-            global_loss = GlobalLoss(task, logbook)
+            task_loss = TaskLoss(task, logbook)
             for micro in batches.epoch(0):
-                if micro.batch is not None:
-                    seed_generators(
-                        stream_key(seed, Stream.EVALUATION_FORWARD, micro.position), device
-                    )
-                    batch = to_device(micro.batch, device)
-                    logbook.begin(task.run.step, micro.position, micro.num_samples)
-                    with precision.autocast():
+                batch, outputs = to_device(micro.batch, device), None
+                with precision.autocast():
+                    if batch is not None:
+                        key = stream_key(seed, Stream.EVALUATION_FORWARD, micro.position)
+                        seed_generators(key, device)
+                        logbook.begin(task.run.step, micro.position, micro.num_samples)
                         outputs = task.eval_forward(batch)
-                        if task.global_loss:
-                            parts.append(Part(outputs, batch, micro.num_samples))
-                        else:
-                            _record(task.loss(outputs, batch), micro.num_samples, logbook)
-                    task.update_metrics(set_metrics, outputs, batch)
-                    metrics.after_update(set_metrics, logbook.place)
-                if task.global_loss and micro.is_last:  # the end of a global batch, on every rank
-                    number += 1
-                    seed_generators(stream_key(seed, Stream.EVALUATION_GLOBAL_LOSS, number), device)
-                    with precision.autocast():
-                        loss = global_loss(parts, micro.global_size)
-                    _record(loss, micro.global_size, logbook)
-                    parts.clear()
+                    if task.global_loss and micro.is_last:  # on every rank
+                        number += 1
+                        key = stream_key(seed, Stream.EVALUATION_GLOBAL_LOSS, number)
+                        seed_generators(key, device)
+                    loss = task_loss(
+                        outputs,
+                        batch,
+                        micro.num_samples,
+                        micro.global_size,
+                        is_last=micro.is_last,
+                    )
+                size = micro.global_size if task.global_loss else micro.num_samples
+                value, weight = weigh(loss, size, needs_grad=False)
+                if value is not None:
+                    logbook.add_loss(value, weight, is_total=isinstance(loss, WeightedLoss))
+                if batch is not None:
+                    metrics.update(task, set_metrics, outputs, batch, logbook.place)
             found = metrics.merged(logbook.reduce(finite_loss=False), metrics.compute(set_metrics))
         values.update({f"{prefix}/{name}": value for name, value in found.items()})
     return values
-
-
-def _record(loss: Any, num_samples: int, logbook: Logbook) -> None:
-    value, weight = weigh(loss, num_samples, needs_grad=False)
-    if value is not None:
-        logbook.add_loss(value, weight, is_total=isinstance(loss, WeightedLoss))
 
 
 def predict(
@@ -155,12 +151,7 @@ def evaluating(task: TaskModule, split: str, logbook: Logbook | None) -> Iterato
 
 def _make_output_dir(folder: Path) -> None:
     """Make the folder on every machine, before any rank writes into it."""
-    if distributed.rank() == 0 and folder.is_dir() and any(folder.glob("predictions-*.pt")):
-        raise ValueError(
-            f"output_dir {folder} holds predictions already, which would be mixed with the new "
-            "ones; give another folder or remove them"
-        )
-    distributed.barrier()
+    distributed.on_first_rank(lambda: _check_has_none(folder))
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -170,34 +161,36 @@ def _make_output_dir(folder: Path) -> None:
         ) from error
 
 
-def join(parts: list[Any], sizes: list[int]) -> Any:
-    """Concatenate the outputs of micro-batches of ``sizes`` samples into those of all samples.
+def _check_has_none(folder: Path) -> None:
+    if folder.is_dir() and any(folder.glob("predictions-*.pt")):
+        raise ValueError(
+            f"output_dir {folder} holds predictions already, which would be mixed with the new "
+            "ones; give another folder or remove them"
+        )
 
-    Tensors are joined along their first dimension, lists with one entry per sample are chained,
-    and tuples and dicts are joined entry by entry.
+
+def join(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Concatenate the predictions for micro-batches of ``sizes`` samples into those for all.
+
+    A list has one entry per sample, even where these have as many entries themselves.
+
+    Raises:
+        ValueError: If anything does not belong to samples.
     """
-    if not parts or all(part is None for part in parts):
-        return None if parts else []
+    if not parts:
+        return []
+    return joined(parts, sizes, _join_leaves, "the prediction", fields_in_lists=False)
+
+
+def _join_leaves(parts: Sequence[Any], sizes: Sequence[int], path: str) -> Any:
     first = parts[0]
-    if isinstance(first, torch.Tensor) and _counts(parts, sizes):
-        return torch.cat(parts)
-    if isinstance(first, list) and _counts(parts, sizes):
-        return [entry for part in parts for entry in part]
-    if isinstance(first, Mapping):
-        return {key: join([part[key] for part in parts], sizes) for key in first}
-    if isinstance(first, tuple):
-        entries = [join(list(entry), sizes) for entry in zip(*parts, strict=True)]
-        return type(first)(*entries) if hasattr(first, "_fields") else tuple(entries)
+    if all(part is None for part in parts):
+        return None
+    if isinstance(first, torch.Tensor) and all(map(has_rows, parts, sizes)):
+        return torch.cat(list(parts))
     shape = f" of shape {tuple(first.shape)}" if isinstance(first, torch.Tensor) else ""
     raise ValueError(
         f"predict returned a {type(first).__name__}{shape} for a batch of {sizes[0]} samples; it "
         "must return tensors whose first dimension is the samples, lists with one entry per "
         "sample, or tuples or dicts of these"
     )
-
-
-def _counts(parts: list[Any], sizes: list[int]) -> bool:
-    """Whether each part has one entry per sample."""
-    if isinstance(parts[0], torch.Tensor) and parts[0].dim() == 0:
-        return False
-    return [len(part) for part in parts] == sizes

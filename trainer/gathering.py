@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 
 from trainer import distributed
-from trainer.trees import map_leaves, map_parts
+from trainer.trees import PLAIN, has_rows, joined, map_leaves, refusal
 
 ALIGNMENT = 16  # bytes: as many as the largest number has
 
@@ -42,9 +41,7 @@ def gather(
 ) -> Gathered:
     """Return what the ranks have, joined by sample. A collective.
 
-    Tensors and arrays are joined along their first dimension if that is the samples; lists with
-    one entry per sample are chained; dicts, lists and tuples are joined entry by entry. Whatever
-    else there is belongs to the whole batch and must be the same in all parts.
+    What belongs to the whole batch (see ``trees.py``) must be the same in all parts.
 
     Args:
         parts: This rank's, of one structure each; none where it has no sample.
@@ -69,7 +66,7 @@ def gather(
             "dicts of these"
         )
     all_sizes = [size for _, theirs, *_ in everyone for size in theirs]
-    joined = _join([part for theirs, *_ in everyone for part in theirs], all_sizes, "")
+    tree = joined([part for theirs, *_ in everyone for part in theirs], all_sizes, _join_leaves)
     received = _exchange(own.tensors, [slots for _, _, slots, _ in everyone], device)
     world_size = distributed.world_size()
 
@@ -89,7 +86,7 @@ def gather(
         return leaf
 
     first_rank = next(rank for rank, (theirs, *_) in enumerate(everyone) if theirs)
-    return Gathered(map_leaves(fill, joined), sum(all_sizes), first_rank)
+    return Gathered(map_leaves(fill, tree), sum(all_sizes), first_rank)
 
 
 @dataclass(frozen=True)
@@ -136,9 +133,6 @@ class _Common:
     path: str
 
 
-_NOT_PLAIN = (_Slot, np.ndarray, Mapping, list, tuple)
-
-
 class _Own:
     """This rank's tensors, and the slots that stand for them."""
 
@@ -163,7 +157,7 @@ class _Own:
             self.tensors.append(leaf)
             self.slots.append(slot)
             return slot
-        if leaf is None or isinstance(leaf, int | float | str | bytes | np.generic | np.ndarray):
+        if isinstance(leaf, (*PLAIN, np.ndarray)):
             return leaf
         self.unknown.append(type(leaf).__name__)
         return None
@@ -211,41 +205,17 @@ def _views(row: torch.Tensor, slots: list[_Slot]) -> list[torch.Tensor]:
     ]
 
 
-def _join(parts: list[Any], sizes: list[int], path: str) -> Any:
-    """Join parts in which slots stand for tensors.
-
-    Args:
-        parts: In the order of the samples.
-        sizes: Samples in each.
-        path: Where in the whole tree they are.
-    """
+def _join_leaves(parts: Sequence[Any], sizes: Sequence[int], path: str) -> Any:
+    """Join parts in which slots stand for tensors."""
     first = parts[0]
     if len({type(part) for part in parts}) > 1:
         types = " and ".join(sorted({_type_name(part) for part in parts}))
-        raise _refusal(path, f"is {types}", "it must be of one type")
+        raise refusal(path, f"is {types}", "it must be of one type")
     if isinstance(first, _Slot):
         return _join_slots(parts, sizes, path)
-    if isinstance(first, np.ndarray) and all(map(_has_rows, parts, sizes)):
-        return np.concatenate(parts)
-    if isinstance(first, list | tuple) and _is_by_sample(parts, sizes):
-        return type(first)(itertools.chain.from_iterable(parts))
-    if isinstance(first, Mapping | list | tuple):
-        keys = list(first) if isinstance(first, Mapping) else list(range(len(first)))
-        if any(len(part) != len(first) or not _has_keys(part, keys) for part in parts):
-            raise _refusal(
-                path,
-                f"has {' and '.join(sorted({_contents(part) for part in parts}))}",
-                "it must have the same entries in all of them, or be a list with one per sample",
-            )
-        names = [f"{path}[{key!r}]" if path else str(key) for key in keys]
-        entries = iter(
-            _join([part[key] for part in parts], sizes, name)
-            for key, name in zip(keys, names, strict=True)
-        )
-        return map_parts(lambda _: next(entries), first)
     if any(not np.array_equal(part, first) for part in parts):
         different = next(part for part in parts if not np.array_equal(part, first))
-        raise _refusal(
+        raise refusal(
             path,
             f"is {first!r:.60} and {different!r:.60}",
             "what belongs to the whole batch must be the same in all of them; what belongs to "
@@ -254,22 +224,22 @@ def _join(parts: list[Any], sizes: list[int], path: str) -> Any:
     return first
 
 
-def _join_slots(slots: list[_Slot], sizes: list[int], path: str) -> _Rows | _Common:
+def _join_slots(slots: Sequence[_Slot], sizes: Sequence[int], path: str) -> _Rows | _Common:
     first = slots[0]
     different = next((slot for slot in slots if slot.kind != first.kind), None)
-    if all(map(_has_rows, slots, sizes)):
+    if all(map(has_rows, slots, sizes)):
         if different is not None:
-            raise _refusal(
+            raise refusal(
                 path,
                 f"is a tensor of shape {first} and one of {different}",
                 "all but the number of samples must be the same: pad to one length for all "
                 "batches, in the dataset or in collate_fn, or use a list with one tensor for each",
             )
-        return _Rows(slots)
+        return _Rows(list(slots))
     if different is None and all(slot.shape == first.shape for slot in slots):
-        return _Common(slots, path)
+        return _Common(list(slots), path)
     other = different or next(slot for slot in slots if slot.shape != first.shape)
-    raise _refusal(
+    raise refusal(
         path,
         f"is a tensor of shape {first} and one of {other}, for {sizes[slots.index(first)]} and "
         f"{sizes[slots.index(other)]} samples",
@@ -278,42 +248,10 @@ def _join_slots(slots: list[_Slot], sizes: list[int], path: str) -> _Rows | _Com
     )
 
 
-def _is_by_sample(parts: list[Any], sizes: list[int]) -> bool:
-    """Whether lists or tuples have one entry per sample, rather than one per field."""
-    entries = [entry for part in parts for entry in part]
-    if hasattr(parts[0], "_fields") or [len(part) for part in parts] != sizes:
-        return False
-    if isinstance(parts[0], tuple):  # torch's collate function makes these of texts only
-        return all(isinstance(entry, str | bytes) for entry in entries)
-    kinds = {type(entry) if isinstance(entry, _NOT_PLAIN) else None for entry in entries}
-    return len(kinds) == 1 and not all(map(_is_fields, parts, sizes))
-
-
-def _is_fields(entries: list[Any], size: int) -> bool:
-    """Whether each entry has one row per sample, or is a scalar beside such entries."""
-    has_rows = [_has_rows(entry, size) for entry in entries]
-    scalars = [isinstance(entry, _Slot) and not entry.shape for entry in entries]
-    return any(has_rows) and all(map(operator.or_, has_rows, scalars))
-
-
-def _has_rows(entry: Any, size: int) -> bool:
-    if isinstance(entry, _Slot | np.ndarray):
-        return entry.shape[:1] == (size,)
-    if isinstance(entry, Mapping):
-        return any(_has_rows(value, size) for value in entry.values())
-    return isinstance(entry, list | tuple) and (
-        len(entry) == size or any(_has_rows(part, size) for part in entry)
-    )
-
-
-def _has_keys(part: Any, keys: list[Any]) -> bool:
-    return not isinstance(part, Mapping) or all(key in part for key in keys)
-
-
 def _check_same(values: list[torch.Tensor], path: str) -> None:
     bits = [value.reshape(-1).view(torch.uint8) for value in values]  # NaN is the same as NaN
     if not all(torch.equal(bits[0], other) for other in bits):
-        raise _refusal(
+        raise refusal(
             path,
             f"is a tensor of shape {tuple(values[0].shape)} with different values",
             "its first dimension is not the samples, so it belongs to the whole batch and must be "
@@ -322,18 +260,5 @@ def _check_same(values: list[torch.Tensor], path: str) -> None:
         )
 
 
-def _refusal(path: str, what: str, remedy: str) -> ValueError:
-    return ValueError(
-        f"for a global loss, the micro-batches of a global batch are put together, and {path} "
-        f"{what} in different micro-batches; {remedy}"
-    )
-
-
 def _type_name(part: Any) -> str:
     return "a Tensor" if isinstance(part, _Slot) else f"a {type(part).__name__}"
-
-
-def _contents(part: Any) -> str:
-    if isinstance(part, Mapping):
-        return f"the entries {', '.join(map(str, part)):.60}"
-    return f"{len(part)} entries"

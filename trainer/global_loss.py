@@ -12,12 +12,11 @@ divided by N on each,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from trainer import distributed
 from trainer.data.plan import GlobalBatchPlan, ceil_div
-from trainer.gathering import gather
+from trainer.gathering import Gathered, gather
 from trainer.logbook import Logbook
 from trainer.task import TaskModule
 
@@ -36,6 +35,12 @@ def check_plan(task: TaskModule, plan: GlobalBatchPlan, world_size: int) -> None
     size, micro = plan.global_batch_size, plan.micro_batch_size
     if not task.global_loss or micro is None:
         return
+    if plan.halving:
+        raise ValueError(
+            f"reproducible=true, but {type(task).__name__} has global_loss=True, which takes one "
+            "micro-batch per rank, so the cut and the last bits follow the world size; use "
+            "reproducible=false"
+        )
     why = (
         f"{type(task).__name__} has global_loss=True, so its loss needs the outputs of the whole "
         "global batch at once, and a rank can have one micro-batch per step only; "
@@ -55,56 +60,61 @@ def check_plan(task: TaskModule, plan: GlobalBatchPlan, world_size: int) -> None
         )
 
 
-class Part(NamedTuple):
-    """One micro-batch that a rank has run forward on."""
-
-    outputs: Any
-    batch: Any
-    num_samples: int
-
-
-class GlobalLoss:
-    """Calls a task's ``loss`` with the outputs and the batch of a whole global batch."""
+class TaskLoss:
+    """Calls a task's ``loss``: with a micro-batch, or with a global batch if the loss is global."""
 
     def __init__(self, task: TaskModule, logbook: Logbook) -> None:
-        """Note what every step needs.
+        """Note what every call needs.
 
         Args:
             task: The user's module.
-            logbook: Is told that what ``loss`` logs counts once, not once per rank.
+            logbook: Is told that what a global loss logs counts once, not once per rank.
         """
         self._task = task
         self._logbook = logbook
+        self._parts: list[dict[str, Any]] = []
+        self._sizes: list[int] = []
         self._has_compared = False
 
-    def __call__(self, parts: Sequence[Part], global_size: int) -> Any:
-        """Return what ``loss`` returns. A collective: every rank calls it, with its own parts.
+    def __call__(
+        self, outputs: Any, batch: Any, num_samples: int, global_size: int, *, is_last: bool = True
+    ) -> Any:
+        """Return what ``loss`` returns, or None where there is nothing to call it with.
+
+        A collective if the loss is global and ``is_last``.
 
         Args:
-            parts: This rank's micro-batches; none where it has no sample.
+            outputs: What ``forward`` returned.
+            batch: The micro-batch; None if this rank has no sample.
+            num_samples: Samples in it.
             global_size: Samples in the global batch.
+            is_last: Whether it is the global batch's last one on this rank; a global loss keeps
+                the others until then.
 
         Raises:
-            ValueError: On every rank, if the parts cannot be put together.
+            ValueError: On every rank, if the parts of a global batch cannot be put together.
         """
+        if not self._task.global_loss:
+            return None if batch is None else self._task.loss(outputs, batch)
+        if batch is not None:
+            self._parts.append({"outputs": outputs, "batch": batch})
+            self._sizes.append(num_samples)
+        return self._of_all(global_size) if is_last else None
+
+    def _of_all(self, global_size: int) -> Any:
+        parts, sizes, self._parts, self._sizes = self._parts, self._sizes, [], []
         if distributed.world_size() == 1 and len(parts) == 1:
-            outputs, batch, num_samples = parts[0]
-            first_rank = 0
+            whole = Gathered(parts[0], sizes[0], first_rank=0)
         else:
-            trees = [{"outputs": part.outputs, "batch": part.batch} for part in parts]
-            sizes = [part.num_samples for part in parts]
             # What must be the same in all parts is compared once: it takes a look at the values.
             compare, self._has_compared = not self._has_compared, True
-            found = gather(trees, sizes, self._task.run.device, compare=compare)
-            outputs, batch = found.tree["outputs"], found.tree["batch"]
-            num_samples, first_rank = found.num_samples, found.first_rank
-        if num_samples != global_size:
+            whole = gather(parts, sizes, self._task.run.device, compare=compare)
+        if whole.num_samples != global_size:
             raise ValueError(
-                f"only {num_samples} samples of a global batch of {global_size} are there at once, "
-                f"and {type(self._task).__name__} has global_loss=True, so its loss needs all of "
-                "them; the DataLoader's batch sampler must not yield more samples than the "
+                f"only {whole.num_samples} samples of a global batch of {global_size} are there "
+                f"at once, and {type(self._task).__name__} has global_loss=True, so its loss needs "
+                "all of them; the DataLoader's batch sampler must not yield more samples than the "
                 "batch_size that it announces"
             )
-        is_counted = first_rank == distributed.rank()
-        self._logbook.begin(*self._logbook.place, global_size, is_counted=is_counted)
-        return self._task.loss(outputs, batch)
+        self._logbook.count(global_size, is_counted=whole.first_rank == distributed.rank())
+        return self._task.loss(whole.tree["outputs"], whole.tree["batch"])

@@ -46,20 +46,28 @@ class Logbook:
         self._is_counted = True
         self._loss_places: list[tuple[int, int, int]] = []
 
-    def begin(self, step: int, position: int, num_samples: int, *, is_counted: bool = True) -> None:
+    def begin(self, step: int, position: int, num_samples: int) -> None:
         """Say to which micro-batch the values that follow belong.
 
         Args:
             step: The optimizer step.
             position: Position of its first sample in the epoch.
             num_samples: Its number of samples.
-            is_counted: Whether the values count; not where another rank records the same ones.
         """
         if step != self.place[0]:
             self.has_weight = False
+        self.place = (step, position)
+        self.count(num_samples)
+
+    def count(self, num_samples: int, *, is_counted: bool = True) -> None:
+        """Say of how many samples the values that follow are.
+
+        Args:
+            num_samples: Of this micro-batch, or of the global batch.
+            is_counted: Whether the values count; not where another rank records the same ones.
+        """
         self._num_samples = num_samples
         self._is_counted = is_counted
-        self.place = (step, position)
 
     def add(self, name: str, value: torch.Tensor | float, weight: float | None = None) -> None:
         """Record one value of a mean.

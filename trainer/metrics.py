@@ -20,10 +20,12 @@ import numpy as np
 import torch
 
 from trainer import distributed
-from trainer.trees import map_leaves
+from trainer.trees import detached, map_leaves
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
+
+    from trainer.task import TaskModule
 
 Place = tuple[int, int]
 State = dict[str, Any]
@@ -95,6 +97,23 @@ def reset(metrics: MetricSet) -> None:
             part._update_count = 0  # a composition's own reset forgets its own
     metrics.fresh.clear()
     metrics.kept.clear()
+
+
+def update(task: TaskModule, metrics: MetricSet, outputs: Any, batch: Any, place: Place) -> None:
+    """Let ``task`` update its metrics with one micro-batch: in full precision, without gradients.
+
+    Args:
+        task: Is asked only if there are any metrics.
+        metrics: Of the current split.
+        outputs: What ``forward`` returned.
+        batch: The micro-batch, whole.
+        place: Where it is among all micro-batches: step and position.
+    """
+    if not metrics:
+        return
+    with torch.no_grad(), torch.autocast(task.run.device.type, enabled=False):
+        task.update_metrics(metrics, detached(outputs), batch)
+    after_update(metrics, place)
 
 
 def after_update(metrics: MetricSet, place: Place) -> None:

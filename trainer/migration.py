@@ -65,10 +65,6 @@ RENAMED = {
 
 # What does not exist here, and why it is not missed.
 WITHOUT = {
-    "deterministic": "this version has no such option; data order, initial weights and random "
-    "streams already follow from seed alone",
-    "full_determinism": "this version has no such option; data order, initial weights and random "
-    "streams already follow from seed alone",
     "benchmark": "set torch.backends.cudnn.benchmark in the task or the script",
     "enable_progress_bar": "the progress bar is the callback `progress`: leave it out with "
     "~callbacks.progress on the command line; callbacks=False in Python leaves all of them out",
@@ -232,6 +228,14 @@ def _cpu(value: Any, options: Mapping[str, Any]) -> str:
     return f"set accelerator={'cpu' if value else 'auto'}"
 
 
+def _reproducible(value: Any, options: Mapping[str, Any]) -> str:
+    if not value:
+        return "that is the default; leave it out"
+    if options.get("micro_batch_size") is None:
+        return "set reproducible=true, and micro_batch_size, which it needs"
+    return "set reproducible=true"
+
+
 def _greater_is_better(value: Any, options: Mapping[str, Any]) -> str:
     return f"set checkpoint.mode={'max' if value else 'min'}"
 
@@ -250,6 +254,8 @@ CONVERTED: dict[str, Callable[[Any, Mapping[str, Any]], str]] = {
     "fp16": _precision("fp16"),
     "amp": _precision("bf16"),
     "use_cpu": _cpu,
+    "deterministic": _reproducible,
+    "full_determinism": _reproducible,
     "no_cuda": _cpu,
     "greater_is_better": _greater_is_better,
 }

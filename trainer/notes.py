@@ -8,9 +8,17 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from trainer import distributed
 from trainer.config import TrainerConfig
 from trainer.data.plan import GlobalBatchPlan, ceil_div
 from trainer.messages import listed
+
+
+def print_notes(task: nn.Module, plan: GlobalBatchPlan, config: TrainerConfig) -> None:
+    """Print `notes_on_cut` for the ranks that there are, on rank 0."""
+    if distributed.rank() == 0:
+        for note in notes_on_cut(task, plan, config, distributed.world_size()):
+            print(f"note: {note}", flush=True)
 
 
 def notes_on_cut(
@@ -25,22 +33,31 @@ def notes_on_cut(
         world_size: The number of ranks.
     """
     size = plan.global_batch_size
+    is_global = getattr(task, "global_loss", False)  # takes one micro-batch per rank
     notes = []
     if size is not None and (idle := _idle_ranks(plan, size, world_size)):
         even = ceil_div(size, world_size)
         if _idle_ranks(replace(plan, micro_batch_size=even), size, world_size):
             better = f"a global_batch_size that is a multiple of {world_size}"
         else:
-            better = f"micro_batch_size={even}"
+            better = f"micro_batch_size={'null' if is_global else even}"
         notes.append(
             f"global_batch_size={size} in micro-batches of {plan.micro(size, world_size)} leaves "
             f"{idle} of {world_size} ranks without samples; {better} would give each a share"
         )
-    if plan.micro_batch_size is None and world_size > 1 and any(map(_draws, task.modules())):
+    following = ["the masks of dropout"] if any(map(_draws, task.modules())) else []
+    if config.precision == "fp16":
+        following.append("which steps overflow and are skipped (fp16)")
+    if plan.micro_batch_size is None and world_size > 1 and following:
         fixed = "a number" if size is None else plan.micro(size, world_size)
         notes.append(
-            "dropout draws per micro-batch, and without micro_batch_size the cut follows the world "
-            f"size; micro_batch_size={fixed} keeps the masks on any number of ranks"
+            "without micro_batch_size the cut into micro-batches follows the world size, and with "
+            f"it {' and '.join(following)}; "
+            + (
+                "global_loss=True needs it so"
+                if is_global
+                else f"micro_batch_size={fixed} keeps that on any number of ranks"
+            )
         )
     # In reproducible mode BatchNorm is refused; and SyncBatchNorm is, unless it can be exact.
     is_exact = config.reproducible or (config.sync_batchnorm and world_size > 1)

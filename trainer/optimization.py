@@ -130,7 +130,7 @@ class Schedule:
 
 
 def configure_optimizer(
-    task: TaskModule, scaling: LRScaling | None = None
+    task: TaskModule, scaling: LRScaling
 ) -> tuple[torch.optim.Optimizer, Schedule]:
     """Ask the task for its optimizer and check the answer.
 
@@ -142,7 +142,6 @@ def configure_optimizer(
         ValueError: If it is no optimizer or `OptimizerSetup`, an optimizer that the loop cannot
             step, an inconsistent setup, or nothing that ``scaling`` could scale.
     """
-    scaling = scaling or LRScaling()
     found: Any = task.configure_optimizers()
     if isinstance(found, Mapping):
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_type_hints
 
+from trainer.composition import MODES
 from trainer.config import CheckpointConfig, TrainerConfig, allowed, option_fields, show
 from trainer.migration import RENAMED
 
@@ -35,7 +36,7 @@ test: true
 | `callbacks`, `logger` | the default ones | name -> node with a `_target_`. `null` as a node \
 switches one off (`callbacks.progress=null`), `+callbacks=none` all of them; \
 `+callbacks=early_stopping` adds one |
-| `mode` | `fit` | `fit`, `validate`, `test` or `predict` |
+| `mode` | `fit` | {modes} |
 | `test` | `false` | after fit, test the best weights |
 | `ckpt_path` | `null` | the weights to validate, test or predict with: `best`, `last` (of \
 `trainer.run_dir`) or a path |
@@ -52,7 +53,8 @@ gets a folder below `hydra.sweep.dir`. Every rank uses rank 0's. The config is k
 
 def reference() -> str:
     """Return the page, in Markdown."""
-    lines = [INTRODUCTION, "## Options: `trainer.*`", ""]
+    modes = ", ".join(f"`{mode}`" for mode in MODES)
+    lines = [INTRODUCTION.replace("{modes}", modes), "## Options: `trainer.*`", ""]
     lines += _table(TrainerConfig, "")
     lines += ["", "## Checkpoints: `trainer.checkpoint.*`", ""]
     lines += _table(CheckpointConfig, "checkpoint.")

@@ -35,7 +35,7 @@ class Stream(IntEnum):
     EVALUATION = 9  # the seed of everything that datasets draw in evaluation and prediction
     EVALUATION_FORWARD = 10  # position of the micro-batch: a forward in evaluation that samples
     EVALUATION_GLOBAL_LOSS = 11  # number of the global batch
-    OWN_GENERATOR = 12  # its name's hash; the seed is the key of the global ones: a dataset's own
+    OWN_GENERATOR = 12  # its number; the seed is the key of the global ones: a dataset's own
     FIT_START = 13  # step: TaskModule.on_fit_start
     EPOCH_START = 14  # step: TaskModule.on_epoch_start
     UPDATE = 15  # step: the hooks before and after the optimizer's step, and the optimizer
@@ -70,7 +70,7 @@ def seed_everything(seed: int) -> None:
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    torch.manual_seed(seed % 2**64)
 
 
 def seed_generators(key: int, device: torch.device = _CPU) -> None:

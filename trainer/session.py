@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler
 from trainer import distributed, metrics
 from trainer.checkpoint.changes import describe_data
 from trainer.checkpoint.manifest import find
+from trainer.checkpoint.past import Past
 from trainer.checkpoint.weights import load_weights
 from trainer.config import DEFAULT_GLOBAL_BATCH_SIZE, TrainerConfig
 from trainer.data.batches import evaluation_batches, train_batches
@@ -21,7 +22,7 @@ from trainer.data.module import DataModule, evaluation_sets, prepare
 from trainer.data.plan import GlobalBatchPlan
 from trainer.evaluation import EvaluationSet, evaluate, predict
 from trainer.global_loss import check_plan
-from trainer.notes import notes_on_cut
+from trainer.loggers import Logger
 from trainer.precision import Precision
 from trainer.run import Run
 from trainer.seeding import seed_everything
@@ -100,21 +101,29 @@ class Session:
         strategy.check(plan, self.device, self._is_always_full(source, plan))
         by_indices = self._data.orders_epochs
         self.data_order = describe_data(config, source, size, by_indices) | batches.order_facts()
-        if distributed.rank() == 0:
-            for note in notes_on_cut(self.task, plan, config, world_size):
-                print(f"note: {note}", flush=True)
         return batches, plan
 
-    def evaluation_sets(self, split: str, limit: int | None = None) -> dict[str, EvaluationSet]:
+    def evaluation_sets(
+        self, split: str, limit: int | None = None, required: bool = False
+    ) -> dict[str, EvaluationSet]:
         """Return this rank's part of every ``val`` or ``test`` set, by metric prefix.
 
         Args:
             split: ``val`` or ``test``.
             limit: At most so many global batches; None for ``limit_<split>_batches``.
+            required: Whether to refuse to go on without any.
+
+        Raises:
+            ValueError: If there is no such data, and it is required.
         """
         limit = limit or getattr(self.config, f"limit_{split}_batches")
         if split not in self._found:
             self._found[split] = evaluation_sets(self._data, split)
+        if required and not self._found[split]:
+            raise ValueError(
+                f"there is no {split} data: {type(self._data).__name__}.{split}_dataset() returned "
+                "None"
+            )
         return {
             prefix: EvaluationSet(
                 self._evaluation_batches(found, prefix, limit, together=self.task.global_loss),
@@ -141,7 +150,13 @@ class Session:
         return metrics.place(self.task.build_metrics("train"), self.device, config.reproducible)
 
     def run_view(
-        self, run_dir: Path, steps_per_epoch: int | None, plan: GlobalBatchPlan, state: TrainState
+        self,
+        run_dir: Path,
+        steps_per_epoch: int | None,
+        plan: GlobalBatchPlan,
+        state: TrainState,
+        loggers: Sequence[Logger],
+        past: Past | None,
     ) -> Run:
         """Return what callbacks and loggers see of the run."""
         config, world_size = self.config, distributed.world_size()
@@ -149,6 +164,8 @@ class Session:
         total = config.max_steps
         if steps_per_epoch is not None and config.max_epochs is not None:
             steps = steps_per_epoch * config.max_epochs
+            if past is not None:
+                steps = past.steps_until(config.max_epochs, steps_per_epoch, size)
             total = steps if total is None else min(total, steps)
         return Run(
             task=self.task,
@@ -161,37 +178,34 @@ class Session:
             total_steps=total,
             steps_per_epoch=steps_per_epoch,
             device=str(self.device),
+            loggers=loggers,
             _state=state,
         )
 
-    def evaluate(
-        self,
-        split: str,
-        sets: Mapping[str, EvaluationSet] | None = None,
-        limit: int | None = None,
-    ) -> dict[str, float]:
+    def evaluate(self, split: str, sets: Mapping[str, EvaluationSet]) -> dict[str, float]:
         """Return the metrics of ``val`` or ``test``, on every rank.
 
         Args:
             split: ``val`` or ``test``.
-            sets: What `evaluation_sets` returned; None to ask for it now, and close it afterwards.
-            limit: As for `evaluation_sets`, where it is asked.
+            sets: What `evaluation_sets` returned.
+        """
+        return evaluate(self.task, sets, split, self.precision, self.device, self.config.seed)
+
+    def evaluate_once(self, split: str, limit: int | None = None) -> dict[str, float]:
+        """Return the metrics of ``val`` or ``test``, on every rank; the data is let go afterwards.
+
+        Args:
+            split: ``val`` or ``test``.
+            limit: As for `evaluation_sets`.
 
         Raises:
             ValueError: If there is no such data.
         """
-        if sets is None:
-            with ExitStack() as stack:
-                sets = self.evaluation_sets(split, limit)
-                for found in sets.values():
-                    stack.callback(found.batches.close)
-                return self.evaluate(split, sets)
-        if not sets:
-            raise ValueError(
-                f"there is no {split} data: {type(self._data).__name__}.{split}_dataset() returned "
-                "None"
-            )
-        return evaluate(self.task, sets, split, self.precision, self.device, self.config.seed)
+        sets = self.evaluation_sets(split, limit, required=True)
+        with ExitStack() as stack:
+            for found in sets.values():
+                stack.callback(found.batches.close)
+            return self.evaluate(split, sets)
 
     def predict(self, output_dir: Path | None) -> Any:
         """Return the predictions of every sample on rank 0, or write them to ``output_dir``."""

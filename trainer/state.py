@@ -56,6 +56,11 @@ class OnTheClock:
         return self._state.epoch
 
     @property
+    def step_in_epoch(self) -> int:
+        """Optimizer steps done in the current epoch."""
+        return self._state.step_in_epoch
+
+    @property
     def samples(self) -> int:
         """Training samples consumed, over all ranks."""
         return self._state.samples

@@ -25,16 +25,17 @@ from torch import nn
 
 from trainer import distributed, metrics
 from trainer.contract import weigh
-from trainer.global_loss import GlobalLoss, Part
+from trainer.global_loss import TaskLoss
 from trainer.logbook import Logbook
 from trainer.seeding import Stream, seed_generators, stream_key
 from trainer.state import TrainState
 from trainer.task import TaskModule, WeightedLoss
-from trainer.trees import detached
 
 
 class StepModule(nn.Module):
     """Computes the scalar on which one micro-batch's ``backward`` is called.
+
+    The first ``forward`` of a run is a collective: rank 0 decides the planned weight of a sample.
 
     Attributes:
         task: The user's module.
@@ -74,7 +75,7 @@ class StepModule(nn.Module):
         self._state = state
         self._averaged_over = averaged_over
         self._seed = seed
-        self._global_loss = GlobalLoss(task, logbook)
+        self._task_loss = TaskLoss(task, logbook)
         self._needs_every_parameter = needs_every_parameter
 
     def forward(self, batch: Any, num_samples: int, global_size: int) -> torch.Tensor:
@@ -120,18 +121,12 @@ class StepModule(nn.Module):
         """Return what ``loss`` returned; None without a sample, unless it is a global one."""
         task = self.task
         outputs = None if batch is None else task(batch)
-        loss = None
         if task.global_loss:
             key = stream_key(self._seed, Stream.GLOBAL_LOSS, task.run.step)
             seed_generators(key, task.run.device)  # alike on every rank
-            parts = [] if batch is None else [Part(outputs, batch, num_samples)]
-            loss = self._global_loss(parts, global_size)
-        elif batch is not None:
-            loss = task.loss(outputs, batch)
-        if batch is not None and self._metrics:
-            with torch.no_grad():
-                task.update_metrics(self._metrics, detached(outputs), batch)
-            metrics.after_update(self._metrics, self._logbook.place)
+        loss = self._task_loss(outputs, batch, num_samples, global_size)
+        if batch is not None:
+            metrics.update(task, self._metrics, outputs, batch, self._logbook.place)
         return loss
 
     def _unit(self, weight: float, num_samples: int) -> float:

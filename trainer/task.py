@@ -124,7 +124,7 @@ class TaskModule(nn.Module):
     def update_metrics(
         self, metrics: Mapping[str, Metric | MetricCollection], outputs: Any, batch: Any
     ) -> None:
-        """Update what ``build_metrics`` returned with one micro-batch."""
+        """Update what ``build_metrics`` returned with one micro-batch; not under autocast."""
 
     def eval_forward(self, batch: Any) -> Any:
         """Return the outputs for one micro-batch of validation or test."""

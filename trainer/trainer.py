@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -19,7 +18,8 @@ import torch
 
 from trainer import distributed, metrics
 from trainer.callbacks import Callback
-from trainer.checkpoint.saving import Saver, Stateful
+from trainer.checkpoint.past import read_past
+from trainer.checkpoint.saving import Saver, Stateful, named
 from trainer.evaluation import evaluating
 from trainer.gradients import Gradients, trained_names
 from trainer.logbook import Logbook
@@ -68,23 +68,22 @@ class Training:
         self.callbacks, self.loggers = callbacks, loggers
         self.run_dir = choose_run_dir(config)
         self.strategy = build_strategy(config)
-        self.batches, plan = session.train_batches(self.strategy)
+        self.batches, self.plan = session.train_batches(self.strategy)
         self.val_sets = session.evaluation_sets("val")
-        self.test_sets = session.evaluation_sets("test") if test_best else {}
-        if test_best and not self.test_sets:
-            raise ValueError("a test of the best weights is asked for, but there is no test data")
+        self.test_sets = session.evaluation_sets("test", required=True) if test_best else {}
         self.train_metrics = session.train_metrics()
         self.logbook = Logbook()
-        self.view = session.run_view(self.run_dir, self.batches.steps_per_epoch, plan, state)
-        self.view.loggers = loggers
+        past = distributed.on_first_rank(lambda: read_past(config, self.run_dir))
+        steps_per_epoch = self.batches.steps_per_epoch
+        self.view = session.run_view(self.run_dir, steps_per_epoch, self.plan, state, loggers, past)
         task.run = replace(
             task.run,
             total_steps=self.view.total_steps,
-            steps_per_epoch=self.view.steps_per_epoch,
+            steps_per_epoch=steps_per_epoch,
             _state=state,
             _logbook=self.logbook,
         )
-        scaling = LRScaling.of(config, plan.global_batch_size)
+        scaling = LRScaling.of(config, self.plan.global_batch_size)
         self.optimizer, self.schedule = configure_optimizer(task, scaling)
         self.schedule.check_monitor(bool(self.val_sets) and config.validates)
         self.step_module = StepModule(
@@ -100,10 +99,12 @@ class Training:
         parts: dict[str, Stateful] = {
             "scaler": self.scaler,
             "train_state": state,
-            **_named("callbacks", callbacks),
-            **_named("loggers", loggers),
+            **named("callbacks", callbacks),
+            **named("loggers", loggers),
         }
-        self.saver = Saver(session, self.view, self.optimizer, self.schedule, parts, run_config)
+        self.saver = Saver(
+            session, self.view, self.optimizer, self.schedule, parts, run_config, past
+        )
         self.trained: tuple[str, ...] | None = None
         self.stop_reason: str | None = None
         self.started = time.monotonic()
@@ -166,7 +167,7 @@ class Training:
                 callback.on_fit_start(self.view)
         self.obey()
         if config.num_sanity_val_steps:
-            self.session.evaluate("val", limit=config.num_sanity_val_steps)
+            self.session.evaluate_once("val", config.num_sanity_val_steps)
 
         self.stop_at_limit()
         while self.stop_reason is None:
@@ -383,14 +384,3 @@ class Training:
 
 def _due(every: int | None, count: int) -> bool:
     return every is not None and count % every == 0
-
-
-def _named(kind: str, parts: Sequence[Stateful]) -> dict[str, Stateful]:
-    """Name parts by class, and by number where a class comes more than once."""
-    seen: Counter[str] = Counter()
-    named: dict[str, Stateful] = {}
-    for part in parts:
-        name = type(part).__name__
-        seen[name] += 1
-        named[f"{kind}/{name}" + (f"-{seen[name]}" if seen[name] > 1 else "")] = part
-    return named

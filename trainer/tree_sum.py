@@ -19,7 +19,7 @@ import torch
 
 from trainer.data.plan import halves
 
-Gradients = dict[torch.Tensor, torch.Tensor]  # of parameters
+Leaf = dict[torch.Tensor, torch.Tensor]  # gradients, by parameter
 
 
 def completed_sums(leaf: int, block: range) -> int:
@@ -37,7 +37,7 @@ class TreeSum:
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         """Note whose gradients are added up."""
         self._parameters = parameters
-        self._sums: list[Gradients] = []
+        self._sums: list[Leaf] = []
 
     def push(self, completes: int, *, leave_zeros: bool = False) -> None:
         """Take the gradients off the parameters, as the next leaf.
@@ -54,7 +54,7 @@ class TreeSum:
             right = self._sums.pop()
             _add(self._sums[-1], right)
 
-    def add_to(self, last: Gradients) -> None:
+    def add_to(self, last: Leaf) -> None:
         """Add what there is of some parameters to their gradients in the last leaf, in place.
 
         Args:
@@ -71,7 +71,7 @@ class TreeSum:
 
     def finish(self) -> None:
         """Leave the whole sum, the gradients of the last leaf included, on the parameters."""
-        last: Gradients = {}
+        last: Leaf = {}
         self._sums.append({p: p.grad for p in self._parameters if p.grad is not None})
         while self._sums:
             _add(last, self._sums.pop())
@@ -85,7 +85,7 @@ class TreeSum:
         self._sums.clear()
 
 
-def _add(left: Gradients, right: Gradients) -> None:
+def _add(left: Leaf, right: Leaf) -> None:
     """Add ``right`` to ``left``, in place; addition does not care which of the two comes first."""
     both = [p for p in right if p in left]
     if both:

@@ -58,6 +58,11 @@ class Intervals:
         self._over.put(True)
 
 
+def advance(run: Run, step: int, per_epoch: int = 50) -> None:
+    run._state.step, run._state.samples = step, 100 * step
+    run._state.epoch, run._state.step_in_epoch = divmod(step, per_epoch)
+
+
 def test_lines_by_time_not_by_step(make_run: Callable[..., Run], capsys: Output) -> None:
     run, bar = make_run(metrics={"train/loss": 0.25}), ProgressBar(line_every_s=0.2)
     intervals = Intervals()
@@ -65,16 +70,14 @@ def test_lines_by_time_not_by_step(make_run: Callable[..., Run], capsys: Output)
     bar.on_fit_start(run)
     intervals._begun.get(timeout=30)
     capsys.readouterr()
-    for _ in range(49):
-        run._state.step += 1
-        run._state.samples += 128
+    for step in range(1, 50):
+        advance(run, step)
     assert capsys.readouterr().out == ""
     assert intervals.pass_one() == 0.2
     assert capsys.readouterr().out.startswith("epoch 1/2  step 49/100  loss 0.25")
     intervals.pass_one()
     assert capsys.readouterr().out == ""  # no step, no line
-    run._state.step += 1
-    run._state.samples += 128
+    advance(run, 50)
     intervals.pass_one()
     bar.close()
     (line,) = capsys.readouterr().out.splitlines()
@@ -91,17 +94,21 @@ def test_speed_and_time_left(
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     run, bar = make_run(), ProgressBar()
-    run._state.step, run._state.samples = 40, 4000  # a resumed run
+    advance(run, 40)  # a resumed run
     bar.on_fit_start(run)
     bar.close()
     assert bar._line() == "epoch 1/2  step 40/100"
-    now, run._state.step, run._state.samples = 1002.0, 60, 6000
+    now = 1002.0
+    advance(run, 60)
     assert bar._line() == "epoch 2/2  step 60/100  1,000 samples/s  0:00:04 left"
     now = 1010.0
     bar.on_validation_end(run, {"val/loss": 0.123456, "val/accuracy": 0.99})
-    now, run._state.epoch, run._state.step, run._state.samples = 1011.0, 1, 80, 8000
+    now = 1011.0
+    advance(run, 80)
     assert bar._line() == "epoch 2/2  step 80/100  2,000 samples/s  0:00:06 left"
-    run._state.epoch, run.config = 2, TrainerConfig(max_steps=9)
+    advance(run, 80, per_epoch=30)  # as after a change of the global batch
+    assert bar._line().startswith("epoch 3/2"), "whatever the steps of an epoch are now"
+    run.config = TrainerConfig(max_steps=9)
     run.total_steps = run.steps_per_epoch = None  # only the data's end tells
     assert bar._line() == "epoch 3  step 80  2,000 samples/s"
     assert "step 60  val/loss 0.1235  val/accuracy 0.99\n" in capsys.readouterr().out
@@ -113,10 +120,12 @@ def test_no_time_is_left_after_the_last_step(make_run: Callable[..., Run]) -> No
     run, bar = make_run(), ProgressBar()
     bar.on_fit_start(run)
     bar.close()
-    run._state.step = 100
-    assert bar._line() == "epoch 2/2  step 100/100"
+    advance(run, 100)
+    assert "left" not in bar._line()
     run.task.run = RunFacts(split="test")
-    assert bar._line() == "epoch 2/2  step 100/100  testing"
+    line = bar._line()
+    assert line.startswith("epoch 2/2  step 100/100  ")
+    assert line.endswith("  testing")
 
 
 def test_a_step_is_not_shown_again_after_its_validation(
@@ -124,7 +133,7 @@ def test_a_step_is_not_shown_again_after_its_validation(
 ) -> None:
     run, bar = make_run(), ProgressBar(line_every_s=0.02)
     bar.on_fit_start(run)
-    run._state.step = 100
+    advance(run, 100)
     bar.on_validation_end(run, {"val/loss": 0.5})
     time.sleep(0.2)
     bar.close()
@@ -187,8 +196,8 @@ def test_a_validation_belongs_to_the_epoch_that_it_ends(
 ) -> None:
     run, bar = make_run(), ProgressBar()
     bar.on_fit_start(run)
-    for step, epoch in ((25, 0), (50, 1), (51, 1), (100, 2)):
-        run._state.step, run._state.epoch = step, epoch
+    for step in (25, 50, 51, 100):
+        advance(run, step)
         bar.on_validation_end(run, {"val/loss": 1.0})
     bar.close()
     shown = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[4:]]

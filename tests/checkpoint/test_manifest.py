@@ -66,7 +66,7 @@ def test_another_format_version(tmp_path: Path) -> None:
     del facts["sha256"]
     facts["format_version"] = 99
     file.write_text(manifest_text(facts))
-    with pytest.raises(ValueError, match="format version 99, this trainer reads 2"):
+    with pytest.raises(ValueError, match="format version 99, this trainer reads 3"):
         verify(file.parent)
 
 

@@ -61,7 +61,7 @@ class Picky(Items):
 
 
 def options(num_workers=0):
-    return LoaderOptions(num_workers, pin_memory=False, seed=5, count=len)
+    return LoaderOptions(num_workers, pin_memory=False, seed=5, count=len, reproducible=False)
 
 
 def training(data, size=4, micro=None, *, workers=0, collate=None, **changes):
@@ -459,6 +459,35 @@ def test_the_generator_of_a_users_sampler_goes_on():
         else:
             assert contents(resumed, epoch, step) == epochs[epoch][step:]
             assert contents(resumed, epoch + 1) == epochs[epoch + 1]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_generator_that_dataset_and_sampler_share_is_the_samplers(workers):
+    """If it were seeded where samples are loaded, the order would follow from who loads them."""
+
+    def order(is_shared):
+        own, data = torch.Generator().manual_seed(3), Items(16)
+        if is_shared:
+            data.generator = own
+        loader = DataLoader(data, 4, shuffle=True, generator=own, num_workers=workers)
+        batches = training(loader)
+        return [contents(batches, epoch) for epoch in (0, 1)]
+
+    assert order(is_shared=True) == order(is_shared=False)
+
+
+@pytest.mark.parametrize("overfit", [0, 2])
+def test_a_loader_is_left_as_it_was(overfit):
+    own = torch.Generator().manual_seed(3)
+    loader = DataLoader(Items(23), 4, shuffle=True, generator=own)
+    orders = []
+    for _ in range(2):
+        batches = training(loader, overfit=overfit)
+        orders.append([contents(batches, epoch) for epoch in (0, 1)])
+        batches.close()
+    assert orders[0] == orders[1]
+    evaluated = [contents(evaluation(loader, limit=2), 0) for _ in range(2)]
+    assert evaluated[0] == evaluated[1]
 
 
 def test_a_sampler_with_other_generators_is_refused():

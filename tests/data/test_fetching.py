@@ -80,19 +80,12 @@ class OwningTogether(Owning):
         return [torch.tensor([index, *self.chance()], dtype=torch.float64) for index in indices]
 
 
-class OwningLate(Owning):
-    """Makes its generator when it first draws, and a new one in every epoch."""
-
-    def __init__(self):
-        super().__init__()
-        self.rng = None
+class OwningAnew(Owning):
+    """Makes new generators in every epoch."""
 
     def set_epoch(self, epoch):
+        self.rng = np.random.default_rng(epoch)
         self.held = Own(epoch)
-
-    def chance(self):
-        self.rng = self.rng or np.random.default_rng()
-        return super().chance()
 
 
 class Own:
@@ -114,7 +107,7 @@ class Own:
 
 
 def options(workers=0, seed=5):
-    return LoaderOptions(workers, pin_memory=False, seed=seed, count=len)
+    return LoaderOptions(workers, pin_memory=False, seed=seed, count=len, reproducible=False)
 
 
 def loaded(play, world_size, data, *, epoch=0, start_step=0, workers=0, seed=5, collate=None):
@@ -156,7 +149,7 @@ KINDS = [
 OWN = [
     (Owning, None),
     (OwningTogether, None),
-    (OwningLate, None),
+    (OwningAnew, None),
     (Augmented, Own(0).collate),
     (lambda: Subset(Owning(), range(23)), Own(0).collate),
 ]
@@ -199,6 +192,13 @@ def test_draws_are_the_same_in_workers_that_are_fresh_processes(play):
     found = loaded(play, 1, loader)
     assert len(found) == 23
     assert found == loaded(play, 1, DataLoader(data, 7))
+
+
+def test_a_dataset_that_a_sampler_knows_draws_as_without_it(play):
+    """The sampler is told of the epoch when the dataset's new generators have been found."""
+    data = OwningAnew(draws=lambda index: 1)
+    with_sampler, without = (loaded(play, 1, d, epoch=1) for d in (DataLoader(data, 7), data))
+    assert [row[1:] for row in with_sampler.values()] == [row[1:] for row in without.values()]
 
 
 def test_draws_differ_between_epochs_and_seeds(play):
@@ -245,7 +245,7 @@ def test_rows_of_tensors_are_taken_without_seeding(play):
     assert random.random() == expected
 
 
-@pytest.mark.parametrize("kind", [Augmented, Together, Owning, OwningLate])
+@pytest.mark.parametrize("kind", [Augmented, Together, Owning, OwningAnew])
 def test_evaluation_draws_the_same_every_time_and_apart_from_training(play, kind):
     found = []
     for world_size in (1, 3):

@@ -1,8 +1,7 @@
 """What a dataset or sampler holds is found: who wants to know the epoch, and random generators."""
 
-import functools
 import random
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -11,16 +10,18 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
+    DataLoader,
     Dataset,
     RandomSampler,
     Sampler,
-    SequentialSampler,
     Subset,
     TensorDataset,
     default_collate,
 )
 
-from trainer.data.held import Generators, generators, set_epoch
+from trainer.data import held
+from trainer.data.held import Generators, sampler_generators, set_epoch
+from trainer.data.loading import Source
 from trainer.seeding import seed_generators
 
 DATASET = TensorDataset(torch.arange(6))
@@ -67,24 +68,6 @@ def test_epochs_reach_everything_that_is_held():
     assert wrapped.epochs == [4]
 
 
-def test_long_lists_of_samples_are_not_searched():
-    class Counting(list):
-        looks = 0
-
-        def __iter__(self):
-            raise AssertionError("searched to the end")
-
-    set_epoch(Holder(samples=Counting(range(100_000))), 1)
-
-
-def test_generators_are_found_in_what_holds_them():
-    own = torch.Generator()
-    sampler = RandomSampler(DATASET, generator=own)
-    assert generators(BatchSampler(sampler, 2, False)) == [own]
-    assert generators([[0, 1], [2]]) == []
-    assert generators(BatchSampler(SequentialSampler(DATASET), 2, False)) == []
-
-
 KINDS = {
     "random": lambda: random.Random(3),
     "legacy": lambda: np.random.RandomState(3),
@@ -102,15 +85,40 @@ def draw(generator):
     return float(generator.standard_normal())
 
 
-def look(dataset, collate=default_collate):
-    return Generators(dataset, collate)
+def look(dataset, collate=default_collate, loader=None):
+    return Generators(Source(dataset, collate, loader))
+
+
+def test_of_a_long_list_the_first_entries_are_looked_at():
+    class Counting(list):
+        looks = 0
+
+        def __iter__(self):
+            for self.looks, entry in enumerate(super().__iter__(), 1):
+                yield entry
+
+    samples = Counting(SimpleNamespace() for _ in range(100_000))
+    found = look(Holder(samples=samples, deep=Holder(rng=random.Random(1))))
+    assert len(found.own) == 1
+    assert samples.looks <= 1001
+
+
+def test_as_many_things_are_looked_at_as_there_is_time_for(monkeypatch):
+    monkeypatch.setattr(held, "MOST", 100)
+    chain = Holder(rng=random.Random(1))
+    for _ in range(50):
+        chain = Holder(inner=chain)
+    assert len(look(chain).own) == 1
+    for _ in range(50):
+        chain = Holder(inner=chain)
+    assert look(chain).own == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_generator_is_put_at_its_key(kind):
     holder = Holder(rng=KINDS[kind]())
     found = look(holder)
-    assert found
+    assert found.own == [holder.rng]
 
     def stream(key):
         found.seed(key)
@@ -125,23 +133,11 @@ def test_every_kind_of_generator_is_put_at_its_key(kind):
     assert draw(again.rng) == first[0]
 
 
-def test_the_global_generators_are_put_there_too_but_are_not_its_own():
-    shared = Holder(
-        parts=[random.random, np.random.rand, np.random.mtrand._rand, torch.default_generator]
-    )
-    found = look(shared)
-    assert not found
-    found.seed(7)
+def test_the_global_generators_are_put_there_too():
+    look(Holder(rng=random.Random(1))).seed(7)
     numbers = random.random(), np.random.rand(), torch.rand(())
     seed_generators(7)
     assert (random.random(), np.random.rand(), torch.rand(())) == numbers
-
-
-@dataclass
-class Crop:
-    """A transform: any class."""
-
-    rng: random.Random = field(default_factory=lambda: random.Random(1))
 
 
 class Jitter(torch.nn.Module):
@@ -150,82 +146,106 @@ class Jitter(torch.nn.Module):
         self.generator = torch.Generator()
 
 
-SHARED = np.random.default_rng(4)
-
-
-class OfItsClass(Dataset):
-    rng: ClassVar = random.Random(2)
-
-
-class OfItsModule(Dataset):
-    def __getitem__(self, index):
-        return SHARED.random()
-
-
 class Collator:
+    """Any class."""
+
     def __init__(self):
         self.rng = random.Random(1)
 
-    def collate(self, samples):
+    def __call__(self, samples):
         return samples
 
-
-def in_a_closure():
-    rng = random.Random(1)
-    return lambda samples: rng.random()
+    collate = __call__
 
 
 @pytest.mark.parametrize(
     ("dataset", "collate"),
     [
         (Subset(Holder(rng=random.Random(1)), [0]), default_collate),
-        (Holder(transforms=[Crop()]), default_collate),
+        (Holder(transforms=[Collator()]), default_collate),
         (Holder(transforms={"train": torch.nn.Sequential(Jitter())}), default_collate),
-        (Holder(transform=functools.partial(draw, random.Random(1))), default_collate),
-        (Holder(draw=np.random.default_rng(1).random), default_collate),
-        (Holder(many=[0] * 10 + [random.Random(1)] + [0] * 1000), default_collate),
-        (OfItsClass(), default_collate),
-        (OfItsModule(), default_collate),
+        (Holder(transforms=(Collator().collate,)), default_collate),
+        (DATASET, Collator()),
         (DATASET, Collator().collate),
-        (DATASET, in_a_closure()),
     ],
 )
-def test_generators_are_found_wherever_they_are_held(dataset, collate):
-    assert look(dataset, collate)
+def test_generators_are_found_in_what_a_dataset_or_collate_function_holds(dataset, collate):
+    assert len(look(dataset, collate).own) == 1
 
 
-def test_each_has_a_stream_of_its_own_unless_they_start_alike():
-    image, mask, other = random.Random(1), random.Random(1), random.Random(2)
+SHARED = random.Random(1)
+
+
+class InCode(Dataset):
+    rng: ClassVar = random.Random(2)
+
+    def __getitem__(self, index):
+        return SHARED.random() + self.rng.random()
+
+
+def test_code_is_left_alone():
+    rng = random.Random(1)
+    dataset = InCode()
+    dataset.kind, dataset.module = InCode, random
+    assert look(Subset(dataset, []), lambda samples: rng.random()).own == []
+
+
+def test_each_has_a_stream_of_its_own_and_one_that_is_shared_is_one():
+    one, other = random.Random(1), random.Random(1)
+    image, mask = Holder(rng=one), Holder(rng=one)
     found = look(Holder(image=image, mask=mask, other=other))
+    assert len(found.own) == 2
     found.seed(5)
-    assert image.random() == mask.random() != other.random()
-    image.random()  # they belong together for good
-    assert not found.look()
-    found.seed(6)
-    assert image.random() == mask.random()
+    assert one.random() != other.random()
 
 
-def test_one_that_was_made_since_is_found_and_draws_as_if_it_had_always_been_there():
-    holder = Holder(rng=random.Random(1), late=None)
+def test_one_that_was_made_since_is_found_when_asked_again():
+    holder = Holder(rng=random.Random(1))
     found = look(holder)
-    assert not found.look()
     holder.rng = random.Random(9)
-    assert found.look()
-    holder.late = random.Random(9)
-    assert found.look()
-    found.seed(3)
-    drawn = holder.rng.random(), holder.late.random()
-    always = Holder(rng=random.Random(1), late=random.Random(2))
-    look(always).seed(3)
-    assert drawn == (always.rng.random(), always.late.random())
+    shard = Holder(rng=random.Random(2))
+    assert found.own != [holder.rng]
+    found.look(shard)
+    assert found.own == [holder.rng, shard.rng]
+
+
+class Sampled(Sampler):
+    """Draws from what it was given, and knows the dataset, as many samplers do."""
+
+    def __init__(self, dataset, rng):
+        self.dataset, self.helper = dataset, SimpleNamespace(rng=rng)
+
+
+def test_what_a_sampler_holds_is_the_samplers():
+    shared, own = random.Random(1), random.Random(2)
+    inner = Holder(shared=shared, own=own)
+    for dataset, known in ((inner, inner), (Subset(inner, [0]), inner)):
+        sampler = Sampled(known, shared)
+        batched = BatchSampler(sampler, 2, False)
+        for how in ({"batch_size": 2, "sampler": sampler}, {"batch_sampler": batched}):
+            loader = DataLoader(dataset, **how)
+            assert sampler_generators(loader) == [shared]
+            assert look(dataset, loader=loader).own == [own]
+    generator = torch.Generator()
+    loader = DataLoader(DATASET, 2, sampler=RandomSampler(DATASET, generator=generator))
+    assert sampler_generators(loader) == [generator]
+    assert sampler_generators(DataLoader(DATASET, batch_sampler=[[0, 1], [2]])) == []
+
+
+def test_the_epoch_of_a_sampler_is_not_told_to_the_dataset():
+    """The dataset has been told, and may have made new generators then."""
+    sampler = EpochSampler()
+    sampler.dataset = EpochDataset()
+    set_epoch(DataLoader(sampler.dataset, 2, sampler=sampler), 3)
+    assert (sampler.epochs, sampler.dataset.epochs) == ([3], [])
 
 
 def test_one_that_cannot_be_seeded_is_named(capsys):
     odd = {"own": random.SystemRandom(), "old": np.random.RandomState(np.random.PCG64(1))}
     found = look(Holder(**odd))
-    assert not found
+    assert found.own == []
     found.seed(1)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
-    assert lines[0].startswith("note: Holder.own is a SystemRandom that no seed reaches")
-    assert lines[1].startswith("note: Holder.old is a RandomState that no seed reaches")
+    assert lines[0].startswith("note: Holder holds a SystemRandom that no seed reaches")
+    assert lines[1].startswith("note: Holder holds a RandomState that no seed reaches")

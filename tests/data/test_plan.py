@@ -126,7 +126,7 @@ def steps_of_epoch(plan, world_size, data, *, epoch=3, drop_last=False, workers=
             batches = train_batches(
                 open_source(data, None, "train"),
                 plan,
-                LoaderOptions(workers, pin_memory=False, seed=5, count=len),
+                LoaderOptions(workers, pin_memory=False, seed=5, count=len, reproducible=False),
                 shuffle=True,
                 drop_last=drop_last,
                 limit=None,

@@ -106,7 +106,7 @@ def test_another_shard_method_is_left_alone():
 def test_evaluation_cuts_it_by_position(play):
     play(1, 2)
     source = open_source(Shards(7), None, "val")
-    plan, options = GlobalBatchPlan(4), LoaderOptions(0, False, 5, len)
+    plan, options = GlobalBatchPlan(4), LoaderOptions(0, False, 5, len, False)
     batches = evaluation_batches(source, plan, options, limit=None)
     assert [m.batch.tolist() for m in batches.epoch(0)] == [[2, 3], [6]]
 

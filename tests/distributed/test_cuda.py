@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Regression, assert_same, fit, samples, weights
+from support import Regression, assert_equal_bits, assert_same, fit, samples, weights
 from torchmetrics.regression import MeanAbsoluteError
 
 pytestmark = [
@@ -70,3 +70,28 @@ def test_two_gpus_train_like_one(options: dict[str, Any], on_cpu: Any, tmp_path:
     exact = "comm_hook" not in options
     assert_same(found, on_cpu[0], tolerance=1e-7 if exact else 0.05)
     assert metrics == pytest.approx(on_cpu[1], rel=1e-5 if exact else 0.2)
+
+
+REPRODUCIBLE: dict[str, Any] = {"reproducible": True, "micro_batch_size": 1}
+
+
+def test_one_gpu_gives_the_same_bits_twice_and_in_other_buckets(tmp_path: Path) -> None:
+    once, events = fitted(tmp_path / "once", accelerator="cuda", **REPRODUCIBLE)
+    again, same = fitted(tmp_path / "again", accelerator="cuda", bucket_cap_mb=1, **REPRODUCIBLE)
+    assert_equal_bits(again, once)
+    assert same == events
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param(n, marks=pytest.mark.skipif(torch.cuda.device_count() < n, reason="few GPUs"))
+        for n in (2, 4)
+    ],
+)
+def test_several_gpus_give_the_bits_of_one(ranks: int, tmp_path: Path) -> None:
+    alone, events = fitted(tmp_path / "one", accelerator="cuda", **REPRODUCIBLE)
+    options: dict[str, Any] = {**REPRODUCIBLE, "bucket_cap_mb": 1e-4}
+    found, same = fitted(tmp_path / "several", accelerator="cuda", devices=ranks, **options)
+    assert_equal_bits(found, alone)
+    assert same == events

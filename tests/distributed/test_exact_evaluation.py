@@ -288,6 +288,8 @@ def predict_forms(folder: Any) -> Any:
         assert trainer(eval_batch_size=2).predict(
             Echo(), predict=data, output_dir=folder / f"new/{number}"
         ) == folder / (f"new/{number}")
+    with pytest.raises(ValueError, match="holds predictions already"):  # on every rank
+        trainer().predict(Echo(), predict=dataset(11), output_dir=folder / "new/0")
     return found
 
 

@@ -11,10 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from support import Regression, TokenRegression, adamw, fit, on_ranks, samples, sgd
+from support import (
+    Regression,
+    TokenRegression,
+    adamw,
+    assert_equal_bits,
+    fit,
+    on_ranks,
+    samples,
+    sgd,
+)
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
-from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from trainer import Callback, OptimizerSetup, TaskModule, distributed
@@ -100,6 +108,21 @@ class InHalf(Regression):
         self.bfloat16()
 
 
+class Zeros(Regression):
+    """Has a parameter whose gradient is -0 in every micro-batch; notes the sign of their sum."""
+
+    def __init__(self) -> None:
+        super().__init__(sgd)
+        self.idle = nn.Parameter(torch.full((3,), -0.0, dtype=torch.float64))
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        return super().loss(outputs, batch) + (self.idle * -0.0).sum()
+
+    def before_optimizer_step(self) -> None:
+        assert self.idle.grad is not None
+        self.log("sign", torch.ones(()).copysign(self.idle.grad[0]), weight=1)
+
+
 class Noisy(Dataset[Any]):
     """Draws from all three generators; torch's in numbers that differ from sample to sample."""
 
@@ -157,6 +180,7 @@ def experiments() -> dict[str, dict[str, Any]]:
         "unused in small buckets": small(Gated(), find_unused_parameters=True, bucket_cap_mb=1e-4),
         "half": small(InHalf(), train=TensorDataset(*(t.bfloat16() for t in samples(53).tensors)))
         | {"val": None},
+        "zeros": small(Zeros()),
         "noise": small(Regression(adamw), train=Noisy(53), shuffle=True),
         "stream": small(Regression(), train=Stream(53)),
         "loader": small(Regression(), train=DataLoader(samples(53), 24))
@@ -206,36 +230,40 @@ def trained(world_size: int) -> Any:
     first, *others = on_ranks(world_size, train_all)
     for other in others:
         for name in other:
-            assert_bits(other[name]["weights"], first[name]["weights"])
+            assert_equal_bits(other[name]["weights"], first[name]["weights"])
     return first
-
-
-def assert_bits(found: Any, expected: Any) -> None:
-    """Compare nested tensors and plain values."""
-    (left, spec), (right, same) = tree_flatten(found), tree_flatten(expected)
-    assert spec == same
-    for one, other in zip(left, right, strict=True):
-        if isinstance(one, Tensor):
-            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-        else:
-            assert one == other
 
 
 @pytest.mark.parametrize("name", experiments())
 @pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
 def test_everything_has_the_same_bits(world_size: int, name: str) -> None:
     found, expected = trained(world_size)[name], trained(1)[name]
-    assert_bits(found["weights"], expected["weights"])
-    assert found["events"] == expected["events"]
+    assert_equal_bits(found["weights"], expected["weights"])
+    assert_equal_bits(found["events"], expected["events"])
     assert len(found["events"]) >= 2
-    assert_bits(found["state"]["optimizer"], expected["state"]["optimizer"])
+    assert_equal_bits(found["state"]["optimizer"], expected["state"]["optimizer"])
 
 
 @pytest.mark.parametrize(("one", "other"), SAME)
 def test_buckets_and_the_search_for_unused_parameters_change_nothing(one: str, other: str) -> None:
     for world_size in WORLD_SIZES:
         found = trained(world_size)
-        assert_bits(found[other]["weights"], found[one]["weights"])
+        assert_equal_bits(found[other]["weights"], found[one]["weights"])
+
+
+def test_the_comparison_tells_zeros_apart_and_knows_nan() -> None:
+    zero, nan = torch.zeros(2), torch.tensor(torch.nan)
+    assert_equal_bits({"x": [nan, float("nan")]}, {"x": [nan, float("nan")]})
+    for one, other in ((zero, -zero), (0.0, -0.0), (zero, zero.double())):
+        with pytest.raises(AssertionError):
+            assert_equal_bits([one], [other])
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_sum_of_zeros_is_positive_whatever_is_missing(world_size: int) -> None:
+    signs = [e["train/sign"] for e in trained(world_size)["zeros"]["events"] if "train/sign" in e]
+    assert signs
+    assert set(signs) == {1.0}
 
 
 def test_in_the_default_mode_bits_do_depend_on_the_world_size() -> None:
@@ -262,7 +290,7 @@ def test_workers_and_the_start_method_change_nothing(
     experiment = {**experiments()["noise"], "task": task, "num_workers": workers}
     del experiment["task"]
     fit(task, tmp_path, **{**COMMON, **experiment, "devices": 2})
-    assert_bits(task.state_dict(), trained(1)["noise"]["weights"])
+    assert_equal_bits(task.state_dict(), trained(1)["noise"]["weights"])
 
 
 def train_on(run_dir: Path, upto: int, resume: str | None) -> Any:
@@ -304,9 +332,9 @@ def test_resuming_at_any_step_on_any_world_size_is_never_having_stopped(
     assert len(events) > STEPS
     found = on_ranks(world_size, resumed_everywhere, tmp_path, tmp_path / "whole")[0]
     for resumed, later, after in found:
-        assert_bits(resumed, weights)
+        assert_equal_bits(resumed, weights)
         assert later == events[len(events) - len(later) :]
-        assert_bits(after, state)
+        assert_equal_bits(after, state)
 
 
 def test_a_run_may_change_its_world_size_again_and_again(tmp_path: Path) -> None:
@@ -315,7 +343,7 @@ def test_a_run_may_change_its_world_size_again_and_again(tmp_path: Path) -> None
     for world_size, upto in ((4, 2), (2, 3), (1, 5), (4, STEPS)):
         resumed, more, after = on_ranks(world_size, train_on, tmp_path / "run", upto, "auto")[0]
         seen += more
-    assert_bits(resumed, weights)
-    assert_bits(after, state)
+    assert_equal_bits(resumed, weights)
+    assert_equal_bits(after, state)
     losses = [e["train/loss"] for e in seen if "train/loss" in e]
     assert losses == [e["train/loss"] for e in events if "train/loss" in e]

@@ -17,19 +17,22 @@ import pytest
 import torch
 from support import Regression, TokenRegression, samples, sgd, weighted_samples, weights
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
-from trainer import DataModule, Trainer, VerifyReport, distributed
+from trainer import DataModule, OptimizerSetup, Trainer, VerifyReport, distributed
 
 pytestmark = pytest.mark.timeout(120)
 
 
-def verify(task: Regression, run_dir: Path, train: Any = None, **options: Any) -> VerifyReport:
+def verify(
+    task: Regression, run_dir: Path, train: Any = None, *, val: Any = None, **options: Any
+) -> VerifyReport:
     train = samples(22) if train is None else train
     if not isinstance(train, DataLoader):
         options = {"global_batch_size": 8, **options}
     options = {"devices": 2, "max_epochs": 9, "accelerator": "cpu", "timeout_s": 10, **options}
-    return Trainer(run_dir=str(run_dir), **options).verify(task, train=train, steps=6)
+    return Trainer(run_dir=str(run_dir), **options).verify(task, train=train, val=val, steps=6)
 
 
 def generators() -> Any:
@@ -99,12 +102,19 @@ def test_reproducible_mode_has_equal_bits(tmp_path: Path) -> None:
     assert "all-to-all" in str(report)
 
 
-def test_compressed_gradients_and_a_search_for_unused_ones_are_expected(tmp_path: Path) -> None:
+def test_compressed_gradients_and_a_search_for_unused_ones_are_expected(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     task = Regression().float()
+    task.net.append(nn.Dropout(0.1))
     data = samples(22, torch.float32)
     options: dict[str, Any] = {"comm_hook": "fp16", "find_unused_parameters": True}
+    options |= {"lr_scaling": "linear", "lr_reference_batch_size": 16}
     report = verify(task, tmp_path, data, **options)
     assert report.passed, str(report)
+    printed = capfd.readouterr().out
+    assert printed.count("learning rate: 0.1 x 0.5") == 1, "not once for each run"
+    assert "note: dropout" not in printed, "both runs have one cut"
     assert "3 all-reduces of 78 B, as it should be for 108 B" in str(report)  # 27 x 2 + 4 + 5 x 4
 
 
@@ -238,6 +248,56 @@ def test_a_layer_that_only_one_rank_uses(tmp_path: Path) -> None:
     assert "the run on 2 processes failed: ValueError: no gradient for head.weight" in curves.found
     assert "rank 1, step 0" in str(report)  # the traceback
     assert [check.passed for check in report.checks if check.place > 4] == [None] * 3
+
+
+class OnPlateau(Regression):
+    """Its learning rate follows the validation."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        return OptimizerSetup(optimizer, ReduceLROnPlateau(optimizer), monitor="val/loss")
+
+
+def test_a_schedule_that_follows_the_validation(tmp_path: Path) -> None:
+    assert_clean(verify(OnPlateau(), tmp_path, val=samples(5)))
+    report = verify(OnPlateau(), tmp_path)
+    assert_finds(report, 1, "set-up", "this fit has no validation: give validation data")
+    assert_only_its_message(report)
+
+
+def assert_only_its_message(report: VerifyReport) -> None:
+    """What failed is said once, without general advice, and nothing is found beside it."""
+    (failed,) = report.failed
+    assert failed.found == "the run on 2 processes failed", str(report)
+    assert failed.advice.startswith(("ValueError: ", "NotFiniteError: "))
+    assert failed.advice.endswith("; the traceback is below")
+    assert "one process fails too" not in failed.advice
+    assert "\n" not in failed.advice
+
+
+class Broken(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        if index == 3:
+            raise OSError("no such file")
+        return super().__getitem__(index)
+
+
+def test_a_dataset_that_fails_in_a_loader_worker(tmp_path: Path) -> None:
+    report = verify(Regression(), tmp_path, Broken(*samples(22).tensors), num_workers=1)
+    assert_finds(report, 4, "loss curves", "ValueError: Broken[3] raised OSError: no such file")
+    assert_only_its_message(report)
+    assert "in __getitem__" in str(report)  # the traceback
+
+
+class Infinite(Regression):
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        return super().loss(outputs, batch) / 0
+
+
+def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
+    report = verify(Infinite(), tmp_path)
+    assert_finds(report, 4, "loss curves", "became NaN or infinite first at step 1")
+    assert_only_its_message(report)
 
 
 class Hanging(Regression):

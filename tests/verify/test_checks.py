@@ -12,8 +12,8 @@ import torch
 from trainer import VerifyReport
 from trainer.config import TrainerConfig
 from trainer.data.fetching import Request
-from trainer.verify.outcome import check_losses
-from trainer.verify.record import Collective, Record, digest
+from trainer.verify.outcome import check_losses, check_weights
+from trainer.verify.record import Collective, Record, digest, digests
 from trainer.verify.report import Check
 from trainer.verify.resources import MIB, check_collectives, check_memory
 from trainer.verify.runs import RunOnce, Runs
@@ -94,15 +94,35 @@ def test_whether_the_loss_falls(losses: list[float], passed: bool | None, words:
     [
         (0.0009, {}, True),
         (0.002, {}, False),
-        (0.002, {"precision": "bf16"}, True),
+        (0.09, {"precision": "bf16"}, True),
+        (0.03, {"precision": "fp16"}, False),
         (1e-9, {"reproducible": True, "micro_batch_size": 1}, False),
         (0.0, {"reproducible": True, "micro_batch_size": 1}, True),
+        (0.09, {"comm_hook": "bf16"}, True),
+        (0.11, {"comm_hook": "bf16", "precision": "bf16"}, False),
     ],
 )
 def test_the_bound_of_the_curves(apart: float, options: dict[str, Any], passed: bool) -> None:
     one, many = Record(0, losses=[2.0, 1.0]), Record(0, losses=[2.0, 1.0 + apart])
     curves = next(check_losses(runs(one, many, Record(1), **options), failed_before=False))
     assert (curves.passed, bool(curves.advice)) == (passed, not passed)
+    if not passed:
+        hook = options.get("comm_hook")
+        assert ("comm_hook=bf16 rounds the gradients" in curves.advice) == (hook is not None)
+
+
+def test_minus_zero_is_another_result_where_equal_bits_are_promised() -> None:
+    def checked(of_one: float, of_many: float) -> list[bool | None]:
+        ends = [{"w": torch.tensor(value)} for value in (of_one, of_many)]
+        records = [Record(0, losses=[float(e["w"])], final=digests(e)) for e in ends]
+        found = runs(*records, reproducible=True, micro_batch_size=1)
+        for run, end in zip(found.both, ends, strict=True):
+            run.weights = {"initial": {"w": torch.tensor(1.0)}, "final": end}
+        losses, weights = check_losses(found, False), list(check_weights(found, False))
+        return [next(losses).passed, weights[-1].passed]
+
+    assert checked(0.0, 0.0) == checked(-0.0, -0.0) == [True, True]
+    assert checked(0.0, -0.0) == [False, False]
 
 
 @pytest.mark.parametrize(
@@ -120,20 +140,21 @@ def test_collectives_beside_those_of_ddp_are_named() -> None:
     barrier = Collective("allreduce_", 4, False)
     gathered = Collective("_allgather_base_", 80, True)
 
-    def checked(*found: Collective) -> Check:
-        steps = [[gradients, Collective("broadcast_", 8, False)], [gradients], list(found)]
+    def checked(*later: list[Collective]) -> Check:
+        steps = [[gradients, Collective("broadcast_", 8, False)]] * 2 + list(later)
         record = Record(0, collectives=steps, facts={"collectives": [gradients]})
         return next(check_collectives(runs(Record(0), record, Record(1), Record(2), Record(3))))
 
-    usual = checked(gradients)
+    assert checked().passed is None
+    usual = checked([gradients])
     assert usual.passed
     assert "1 all-reduce of 40 B" in usual.found
     assert "2(N-1)/N = 1.5 times as much: 60 B" in usual.found
-    assert checked(gradients, gathered).passed
-    beside = checked(gradients, barrier)
+    assert checked([gradients, gathered]).passed
+    beside = checked([gradients, barrier])
     assert not beside.passed
     assert "hooks call 1 all-reduce of 4 B beside DDP" in beside.advice
-    none = checked()
+    none = checked([])
     assert not none.passed
     assert "not seen: 1 all-reduce of 40 B" in none.advice
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
@@ -153,7 +152,8 @@ def _header(run: Run) -> str:
     return _aligned(
         {
             "task": f"{name}, {count:,} parameters ({trainable:,} trainable), {_bytes(size)}",
-            "world size": f"{run.world_size} on {run.device}, precision {run.config.precision}",
+            "world size": f"{run.world_size} on {run.device}, precision {run.config.precision}"
+            + (", reproducible" if run.config.reproducible else ""),
             "batch": f"global {run.global_batch_size}, micro {run.micro_batch_size}, "
             f"accumulation steps {run.accumulation_steps}",
             "run_dir": str(run.run_dir),
@@ -200,8 +200,7 @@ def _aligned(rows: Mapping[str, str]) -> str:
 
 def _epoch(run: Run) -> str:
     # The epoch of the last step done, so that a validation at its end belongs to it.
-    per_epoch, most = run.steps_per_epoch, run.config.max_epochs
-    epoch = max(1, math.ceil(run.step / per_epoch)) if per_epoch else run.epoch + 1
+    epoch, most = max(1, run.epoch + (run.step_in_epoch > 0)), run.config.max_epochs
     return f"epoch {epoch}" if most is None else f"epoch {epoch}/{most}"
 
 

@@ -2,12 +2,12 @@
 
 Every checkpoint carries the description of the run that wrote it. A resumed run compares it with
 its own: whatever differs would have made another run, so it has to be meant. A description is made
-before anything is loaded or trained. Its parts are flat dicts.
+before anything is loaded or trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer.config import TrainerConfig
+from trainer.config import TrainerConfig, show
 from trainer.data.loading import Source
+from trainer.messages import listed
 from trainer.task import OptimizerSetup
 
 Description = Mapping[str, Mapping[str, Any]]
@@ -29,6 +30,8 @@ ACCEPTED = {
     "data": "the new order goes on from this position in the epoch",
 }
 
+# Options that an optimizer's step depends on, beside the optimizer's own values.
+_STEP_OPTIONS = ("gradient_clip_norm", "precision", "comm_hook")
 # How an optimizer computes; not part of the experiment.
 IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 # Entries of a parameter group that are no hyperparameters of the optimizer.
@@ -55,9 +58,12 @@ def describe(
     return {
         "model": _describe_model(task),
         "optimizer": _describe_optimizer(setup, config),
+        "groups": _describe_groups(setup),
+        "step": {name: getattr(config, name) for name in _STEP_OPTIONS},
         "parameters": _describe_parameters(task, setup.optimizer),
         "schedule": _describe_schedule(setup),
         "data": dict(data),
+        "cut": {"micro_batch_size": config.micro_batch_size},
     }
 
 
@@ -93,34 +99,62 @@ def describe_data(
 
 
 def differences(old: Description, new: Description) -> dict[str, list[str]]:
-    """Return what differs, one line per difference, for each part that a user can accept."""
+    """Return what differs, one line per difference, for each part that a user can accept.
+
+    A change of the options of the step is accepted as one of the optimizer.
+    """
     found = {part: list(_lines(part, old[part], new[part])) for part in ACCEPTED}
-    # A parameter that only one of the models has is the model's difference.
-    both = old["model"].keys() & new["model"].keys()
-    groups = ({k: v for k, v in d["parameters"].items() if k in both} for d in (old, new))
-    found["optimizer"] += _lines("optimizer", *groups)
+    found["optimizer"] += (f"optimizer: {line}" for line in _group_lines(old, new))
+    found["optimizer"] += _lines("optimizer", old["step"], new["step"])
     return {part: lines for part, lines in found.items() if lines}
 
 
-def refuse(path: Path, found: Mapping[str, list[str]], accepted: Collection[str]) -> None:
+def changed_parts(old: Description, new: Description) -> tuple[str, ...]:
+    """Return the parts whose saved state does not simply go on.
+
+    The options of the step have no state: with others, all of the optimizer's goes on.
+    """
+    return tuple(differences({**old, "step": {}}, {**new, "step": {}}))
+
+
+def notes_on_cut(old: Description, new: Description) -> list[str]:
+    """Return what follows from micro-batches of another size, where they had a fixed one."""
+    before, after = (side["cut"]["micro_batch_size"] for side in (old, new))
+    if before is None or before == after:
+        return []
+    return [
+        f"micro_batch_size {before} -> {show(after)}: dropout masks and BatchNorm follow the "
+        "micro-batches, so they are not those of a run that never stopped"
+    ]
+
+
+def refuse(path: Path, found: Mapping[str, list[str]], config: TrainerConfig) -> None:
     """Refuse to resume from ``path`` if there are differences that the user has not accepted.
+
+    Args:
+        path: The checkpoint.
+        found: What `differences` returned.
+        config: Says how to resume, and what is accepted.
 
     Raises:
         ValueError: Showing every difference, and what to write.
     """
+    accepted = config.accept_changes
     new = [part for part in found if part not in accepted]
     if not new:
         return
     lines = [f"  {line}" for part in found for line in found[part]]
-    names = ",".join(part for part in ACCEPTED if part in found or part in accepted)
+    names = [part for part in ACCEPTED if part in found or part in accepted]
     raise ValueError(
         "\n".join(
             [
                 f"the run to resume from {path} was another experiment:",
                 *lines,
-                f"Set these back; or, if they are meant, set accept_changes=[{names}]:",
+                f"Set these back; or, if they are meant, set accept_changes={show(names)}:",
                 *(f"  {part}: {ACCEPTED[part]}" for part in new),
-                f"or start a new run from its weights: init_from={path} in place of resume",
+                "or start a new run from its weights: set "
+                f"init_from={path} in place of resume={config.resume}",
+                "(On the command line: trainer.accept_changes=..., trainer.init_from=...)",
             ]
         )
     )
@@ -188,17 +222,52 @@ def lambda_factors(scheduler: Any, counts: Mapping[str, list[int]]) -> dict[str,
 
 def _lines(part: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
     kinds = [side.get("class") for side in (old, new)]
-    is_same_kind = kinds[0] == kinds[1]
     head = f"{part}: "
-    if part == "schedule" and is_same_kind:
+    if part == "schedule" and kinds[0] == kinds[1]:
         head += f"{kinds[0]} "
+    for line in _changes(old, new, kinds[0] == kinds[1]):
+        yield head + line
+
+
+def _changes(
+    old: Mapping[str, Any], new: Mapping[str, Any], is_same_kind: bool = True
+) -> Iterator[str]:
     for name in [*old, *(name for name in new if name not in old)]:
         before, after = (side.get(name) for side in (old, new))
         # Of another class, what only one of them has is no change.
         if before == after or (not is_same_kind and not (name in old and name in new)):
             continue
         what = "" if name == "class" else f"{name} "
-        yield f"{head}{what}{_show(before)} -> {_show(after)}"
+        yield f"{what}{_show(before)} -> {_show(after)}"
+
+
+def _group_lines(old: Description, new: Description) -> Iterator[str]:
+    """Say what has changed in the optimizer's parameter groups."""
+    is_same_kind = old["optimizer"]["class"] == new["optimizer"]["class"]
+    # A parameter that only one of the models has is the model's difference.
+    both = [name for name in old["model"] if name in new["model"]]
+    if old["groups"].keys() == new["groups"].keys():
+        for name, values in old["groups"].items():
+            place = "" if len(old["groups"]) == 1 else f"{name} "
+            for line in _changes(values, new["groups"][name], is_same_kind):
+                yield place + line
+        before, after = (
+            {name: group for name, group in side["parameters"].items() if name in both}
+            for side in (old, new)
+        )
+        yield from _changes(before, after)
+        return
+    yield " -> ".join(listed(side["groups"]) for side in (old, new))
+    # Other groups: what matters is what they change for a parameter.
+    changed: dict[str, list[str]] = {}
+    for name in both:
+        before, after = (
+            side["groups"].get(side["parameters"].get(name, ""), {}) for side in (old, new)
+        )
+        for line in _changes(before, after, is_same_kind):
+            changed.setdefault(line, []).append(name)
+    for line, names in changed.items():
+        yield f"{line} for {listed(names)}"
 
 
 def _show(value: Any) -> str:
@@ -219,20 +288,23 @@ def _tensor(tensor: torch.Tensor) -> str:
 
 
 def _describe_optimizer(setup: OptimizerSetup, config: TrainerConfig) -> dict[str, Any]:
-    optimizer = setup.optimizer
-    hidden = set(_NO_HYPERPARAMETER)
-    if getattr(setup.scheduler, "cycle_momentum", False):
-        hidden |= {"betas", "momentum"}
-    found: dict[str, Any] = {"class": type(optimizer).__name__}
-    for number, group in enumerate(optimizer.param_groups):
-        place = "" if len(optimizer.param_groups) == 1 else f"{_group_name(group, number)} "
-        # A scheduler may have changed the rate already.
-        values = {**group, "lr": group.get("initial_lr", group["lr"])}
-        shown = {name: value for name, value in values.items() if name not in hidden}
-        found |= {f"{place}{name}": value for name, value in _flat(shown).items()}
+    found: dict[str, Any] = {"class": type(setup.optimizer).__name__}
     if config.lr_scaling != "none":
         names = ("lr_scaling", "lr_reference_batch_size", "lr_warmup_steps")
         found |= {name: getattr(config, name) for name in names}
+    return found
+
+
+def _describe_groups(setup: OptimizerSetup) -> dict[str, dict[str, Any]]:
+    hidden = set(_NO_HYPERPARAMETER)
+    if getattr(setup.scheduler, "cycle_momentum", False):
+        hidden |= {"betas", "momentum"}
+    found = {}
+    for number, group in enumerate(setup.optimizer.param_groups):
+        # A scheduler may have changed the rate already.
+        values = {**group, "lr": group.get("initial_lr", group["lr"])}
+        shown = {name: value for name, value in values.items() if name not in hidden}
+        found[_group_name(group, number)] = _flat(shown)
     return found
 
 

@@ -28,7 +28,7 @@ def take_over(
         changed: The parts in which they differ.
 
     Returns:
-        Notes on what starts anew.
+        Notes on what starts anew, and on what does not.
     """
     kinds = [description["optimizer"]["class"] for description in (old, new)]
     if kinds[0] != kinds[1]:
@@ -49,12 +49,42 @@ def take_over(
         elif numbers.get(name) in saved["state"]:
             state[number] = saved["state"][numbers[name]]
     groups = optimizer.state_dict()["param_groups"]
+    reached: dict[str, float] = {}
     if keeps_values:
         pairs = zip(saved["param_groups"], groups, strict=True)
         groups = [{**earlier, "params": group["params"]} for earlier, group in pairs]
+    elif all("monitor" in description["schedule"] for description in (old, new)):
+        reached = _reached_rates(saved, old, new)
+        for name, group in zip(new["groups"], groups, strict=True):
+            if name in reached:
+                is_tensor, rate = isinstance(group["lr"], torch.Tensor), reached[name]
+                group["lr"] = torch.full_like(group["lr"], rate) if is_tensor else rate
     loaded = {"state": state, "param_groups": groups}
     optimizer.load_state_dict(_as_implemented(loaded, optimizer))
-    return [f"the optimizer starts anew for {listed(anew)}"] if anew else []
+    notes = [f"the optimizer starts anew for {listed(anew)}"] if anew else []
+    if reached:
+        rates = dict.fromkeys(f"{rate:.4g}" for rate in reached.values())
+        notes.append(f"the learning rate stays where it was, at {listed(rates)}")
+    return notes
+
+
+def _reached_rates(saved: dict[str, Any], old: Description, new: Description) -> dict[str, float]:
+    """Return the present rate of the groups that began with the same one, by name.
+
+    It is the work of a schedule that follows a metric: no formula gives it again.
+    """
+    present = [float(group["lr"]) for group in saved["param_groups"]]
+    rates = dict(zip(old["groups"], present, strict=True))
+    found = {}
+    for name, values in new["groups"].items():
+        own = [parameter for parameter, group in new["parameters"].items() if group == name]
+        earlier = {
+            old["parameters"][parameter] for parameter in own if parameter in old["parameters"]
+        }
+        began = {(old["groups"][group]["lr"], rates[group]) for group in earlier}
+        if len(began) == 1 and (pair := began.pop())[0] == values["lr"]:
+            found[name] = pair[1]
+    return found
 
 
 def _as_implemented(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:

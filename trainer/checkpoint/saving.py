@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -12,16 +13,20 @@ from torch import nn
 from trainer import distributed
 from trainer.checkpoint import manifest
 from trainer.checkpoint.changes import (
+    Description,
+    changed_parts,
     describe,
     differences,
     lambda_counts,
     lambda_factors,
     moved,
+    notes_on_cut,
     refuse,
 )
 from trainer.checkpoint.optimizer_state import take_over
+from trainer.checkpoint.past import Past
 from trainer.checkpoint.weights import load_weights
-from trainer.checkpoint.writer import CheckpointWriter, Snapshot, read_state
+from trainer.checkpoint.writer import CheckpointWriter, Snapshot
 from trainer.logbook import NotFiniteError
 from trainer.messages import listed
 from trainer.optimization import Schedule
@@ -39,20 +44,6 @@ class Stateful(Protocol):
         """Take back what ``state_dict`` returned."""
 
 
-class _Found(NamedTuple):
-    """What a run starts from.
-
-    Attributes:
-        state: Of the checkpoint to resume; None for a new run from old weights.
-        changed: The parts of the experiment that are no longer the same.
-        is_own: Whether the checkpoint is one of the run's own.
-    """
-
-    state: dict[str, Any] | None
-    changed: Collection[str]
-    is_own: bool
-
-
 class Saver:
     """Saves a run and resumes it. Every rank has one; rank 0's writes and reads."""
 
@@ -64,6 +55,7 @@ class Saver:
         schedule: Schedule,
         parts: Mapping[str, Stateful],
         run_config: Mapping[str, Any],
+        past: Past | None,
     ) -> None:
         """Note what belongs to the run.
 
@@ -75,6 +67,7 @@ class Saver:
             parts: Everything else with state, by name, ``train_state`` among it. Ranks other than
                 0 may have fewer.
             run_config: The config that goes into every checkpoint.
+            past: The checkpoint to go on from, on every rank.
         """
         self._session = session
         self._config = session.config
@@ -83,6 +76,7 @@ class Saver:
         self._schedule = schedule
         self._parts = {"run": view, **parts}
         self._run_config = run_config
+        self._past = past
         self._experiment = describe(
             session.task, schedule.setup, session.config, session.data_order
         )
@@ -90,7 +84,7 @@ class Saver:
         self._written: Any = None  # what the last checkpoint knows, see _now
 
     def start(self) -> Mapping[str, Any]:
-        """Take everything back from the checkpoint that ``resume`` names, if there is one.
+        """Take everything back from the past, if there is one.
 
         Otherwise take the weights that ``init_from`` names. Must be called on every rank.
 
@@ -98,19 +92,26 @@ class Saver:
             What `save` was given for that checkpoint; empty in a new run.
 
         Raises:
-            ValueError: If it is not there or damaged, if its weights do not fit, or if it is of
+            ValueError: If the weights are not there, damaged, or do not fit; or if the past is
                 another experiment, and that is not accepted.
         """
-        found = distributed.on_first_rank(self._read)
-        if found is None:
+        past, self._past = self._past, None  # it may be large
+        if past is None:
+            if self._config.init_from is not None:
+                distributed.on_first_rank(self._load_other_weights)
+                self._session.share_weights()
             return {}
+        old = past.state["experiment"]
+        new = self._described(old["counts"])
+        clock = past.state["train_state"]
+        clock["step_in_epoch"] = distributed.on_first_rank(
+            lambda: self._load_weights(past, old, new)
+        )
         self._session.share_weights()
-        if found.state is None:
-            return {}
-        self._take_back(found.state, found.changed)
-        if found.is_own:
+        self._take_back(past.state, old, new)
+        if past.is_own:
             self._written = self._now()
-        shared: dict[str, Any] = found.state["shared"]
+        shared: dict[str, Any] = past.state["shared"]
         return shared
 
     def open(self) -> None:
@@ -181,45 +182,32 @@ class Saver:
         if self._writer is not None:
             self._writer.close()
 
-    def _read(self) -> _Found | None:
-        """On rank 0: read what the run starts from, refuse what does not fit, load the weights."""
-        config, task, run_dir = self._config, self._session.task, self._view.run_dir
-        path = None if config.resume is None else self._find(config.resume)
-        if path is None:
-            if config.init_from is None:
-                return None
-            path = manifest.find(run_dir, config.init_from)
-            load_weights(task, path)
-            print(f"new run from the weights in {path}", flush=True)
-            return _Found(None, (), False)
-        ignored = "" if config.init_from is None else f", not init_from={config.init_from}"
-        print(f"resuming from {path}{ignored}", flush=True)
-        state = read_state(path)
-        old = state["experiment"]
-        new = self._described(old["counts"])
+    def _load_other_weights(self) -> None:
+        path = manifest.find(self._view.run_dir, str(self._config.init_from))
+        load_weights(self._session.task, path)
+        print(f"new run from the weights in {path}", flush=True)
+
+    def _load_weights(self, past: Past, old: Description, new: Description) -> int:
+        """On rank 0: refuse what does not fit, load the weights, and say what has changed.
+
+        Returns:
+            The step in the epoch, counted in the new global batches.
+        """
+        config, (path, state, _) = self._config, past
         changes = differences(old, new)
-        refuse(path, changes, config.accept_changes)
-        if "data" in changes:
-            state["train_state"]["step_in_epoch"] = moved(state["train_state"], old, new)
-        load_weights(task, path, strict="model" not in changes)
+        refuse(path, changes, config)
+        step_in_epoch = moved(state["train_state"], old, new)
+        load_weights(self._session.task, path, strict="model" not in changes)
         for line in (line for lines in changes.values() for line in lines):
             print(f"accepted {line}", flush=True)
         for name in state:
             if name.startswith(("callbacks/", "loggers/")) and name not in self._parts:
                 print(f"resume: there is no {name} any more, its state is dropped", flush=True)
-        folder = (run_dir / manifest.FOLDER).resolve()
-        return _Found(state, tuple(changes), is_own=path.resolve().parent == folder)
+        return step_in_epoch
 
-    def _find(self, resume: str) -> Path | None:
-        if resume != "auto":
-            return manifest.find(self._view.run_dir, resume, of_run="last")
-        path = manifest.newest_valid(self._view.run_dir)
-        if path is None:
-            print("resuming from nothing: there is no checkpoint yet", flush=True)
-        return path
-
-    def _take_back(self, state: dict[str, Any], changed: Collection[str]) -> None:
-        notes = []
+    def _take_back(self, state: dict[str, Any], old: Description, new: Description) -> None:
+        changed = changed_parts(old, new)
+        notes = [] if self._config.reproducible else notes_on_cut(old, new)
         for name, part in self._parts.items():
             if name in state:
                 part.load_state_dict(state[name])
@@ -232,8 +220,6 @@ class Saver:
             schedule.advance_to(clock["step"], clock["epoch"])
             if schedule.setup.monitor is not None:
                 notes.append(f"the schedule that follows {schedule.setup.monitor} starts anew")
-        old = state["experiment"]
-        new = self._described(old["counts"])
         notes += take_over(self._optimizer, state["optimizer"], old, new, changed)
         if "model" not in changed:
             trained = set(state["trained"])
@@ -267,6 +253,17 @@ class Saver:
             f"checkpoint.monitor={monitor} is measured by nobody; there are: "
             f"{', '.join(sorted(self._view.metrics)) or 'none'}"
         )
+
+
+def named(kind: str, parts: Sequence[Stateful]) -> dict[str, Stateful]:
+    """Name parts by class, and by number where a class comes more than once."""
+    seen: Counter[str] = Counter()
+    found: dict[str, Stateful] = {}
+    for part in parts:
+        name = type(part).__name__
+        seen[name] += 1
+        found[f"{kind}/{name}" + (f"-{seen[name]}" if seen[name] > 1 else "")] = part
+    return found
 
 
 def check_finite(task: nn.Module, step: int) -> None:

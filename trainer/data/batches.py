@@ -171,7 +171,11 @@ def evaluation_batches(
 
 
 class IndexedBatches(Batches):
-    """Micro-batches of a dataset with indices, cut by the plan out of lists of indices."""
+    """Micro-batches of a dataset with indices, cut by the plan out of lists of indices.
+
+    Attributes:
+        source: Where the samples are.
+    """
 
     def __init__(
         self,
@@ -191,7 +195,7 @@ class IndexedBatches(Batches):
         self.steps_per_epoch = global_batches.steps_per_epoch
         self._plan = plan
         self._global_batches = global_batches
-        self._source = source
+        self.source = source
         self._requests = _Requests()
         self._fetch = Fetch(source, options.seed)
         self._loader = data_loader(self._fetch, options, source.loader, sampler=self._requests)
@@ -229,7 +233,7 @@ class IndexedBatches(Batches):
 
     def order_facts(self) -> dict[str, Any]:
         """Return the number of samples."""
-        return {"num_samples": length(self._source.dataset)}
+        return {"num_samples": length(self.source.dataset)}
 
     def close(self) -> None:
         """End the loader workers, and leave a user's sampler as it was."""

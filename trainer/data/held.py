@@ -34,8 +34,9 @@ def set_epoch(thing: Any, epoch: int) -> None:
 
 
 def sampler_generators(loader: DataLoader[Any]) -> list[Any]:
-    """Return the random generators that a loader's sampler holds."""
-    return [node for node in _of_sampler(loader) if _is_generator(node)]
+    """Return the random generators that a loader's sampler holds, if they can be seeded."""
+    found = filter(_is_generator, _of_sampler(loader))
+    return [node for node in found if _can_be_seeded(node)]
 
 
 class Generators:

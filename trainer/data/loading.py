@@ -72,7 +72,7 @@ class LoaderOptions:
     pin_memory: bool
     seed: int
     count: Callable[[Any], int]
-    reproducible: bool = False
+    reproducible: bool
 
 
 class Source(NamedTuple):

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
-SPLITS = ("train", "val", "test", "predict")
-
 
 class DataModule:
     """Where the samples come from.

@@ -44,6 +44,8 @@ class Strategy:
     def check(self, plan: GlobalBatchPlan, device: torch.device, always_full: bool) -> None:
         """Refuse what this strategy cannot do; the default can do everything.
 
+        Called once, before ``setup``, so a strategy may keep the plan that it needs there.
+
         Args:
             plan: How global batches are cut.
             device: The device of this rank.

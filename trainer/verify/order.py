@@ -13,6 +13,7 @@ from trainer.data.batches import IndexedBatches
 from trainer.data.fetching import Request
 from trainer.data.loading import Source, length
 from trainer.data.module import DataModule
+from trainer.data.orders import generator_states, put_back
 
 MOST_BATCHES = 10_000  # that are asked of a sampler which does not say how many it has
 FEW_SAMPLES = 10  # two orders of so few can be equal by chance
@@ -33,14 +34,21 @@ def order_of(source: Source, data: DataModule, config: TrainerConfig) -> tuple[s
 
 
 def requested(batches: IndexedBatches) -> list[list[Request]]:
-    """Return what this rank would load in two epochs, or in more where there is little."""
-    few = (length(batches._source.dataset) or 0) <= FEW_SAMPLES
+    """Return what this rank would load in two epochs, or in more where there is little.
+
+    Generators of torch that a user's sampler holds are afterwards where they were, so that what is
+    trained next has the orders that are returned.
+    """
+    loader = batches.source.loader
+    given = [] if loader is None else generator_states(loader)
+    few = (length(batches.source.dataset) or 0) <= FEW_SAMPLES
     epochs = []
     for epoch in range(8 if few else 2):
         requests = batches.requests(epoch)
         if batches.steps_per_epoch is None:
             requests = _first_batches(requests, MOST_BATCHES)
         epochs.append(list(requests))
+    put_back(given)
     return epochs
 
 

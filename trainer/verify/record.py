@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import pickle
 import random
 from collections.abc import Mapping
@@ -158,9 +159,11 @@ def generator_states(device: torch.device) -> dict[str, str]:
 
 
 def relative(found: float, expected: float) -> float:
-    """Return how far ``found`` is from ``expected``, relative to that."""
+    """Return how far ``found`` is from ``expected``, relative to that; infinity for NaN."""
     difference = abs(found - expected)
-    return difference / abs(expected) if expected else difference
+    if expected:
+        difference /= abs(expected)
+    return math.inf if math.isnan(difference) else difference
 
 
 def _feed(state: Any, tree: Any) -> None:

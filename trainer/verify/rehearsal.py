@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ import torch
 from trainer import distributed
 from trainer.config import TrainerConfig
 from trainer.data.batches import IndexedBatches
-from trainer.data.fetching import Fetch, Request
+from trainer.data.fetching import Request
 from trainer.data.loading import Batches, MicroBatch, length
 from trainer.data.module import DataModule
 from trainer.data.shards import ShardedStreamBatches
+from trainer.notes import print_notes
 from trainer.run import FitResult
 from trainer.seeding import Stream, seed_generators, stream_key
 from trainer.session import Session
@@ -27,7 +29,7 @@ from trainer.task import TaskModule
 from trainer.trainer import Training
 from trainer.trees import rows, to_device
 from trainer.verify.collectives import CollectiveCounter, expected_collectives, gradient_bytes
-from trainer.verify.dry_run import Part, batch_dependence, layers_used
+from trainer.verify.dry_run import Trial, batch_dependence, layers_used
 from trainer.verify.order import order_of, requested
 from trainer.verify.record import (
     Forward,
@@ -59,16 +61,30 @@ class RankJob:
         """Run, and leave a record of how far it came."""
         record = Record(distributed.rank())
         try:
-            session = Session(self.config, task, data)
-            rehearsal = Rehearsal(session, data, self.state, record, self.folder, self.steps)
-            with rehearsal.open():
-                rehearsal.run()
+            with silent_if_alone():
+                session = Session(self.config, task, data)
+                rehearsal = Rehearsal(session, data, self.state, record, self.folder, self.steps)
+                # The other run is cut like this one, so a micro-batch has a fixed size here.
+                micro = rehearsal.view.micro_batch_size
+                print_notes(task, replace(rehearsal.plan, micro_batch_size=micro), self.config)
+                with rehearsal.open():
+                    rehearsal.run()
         finally:
             record.save(self.folder)
 
     def where(self) -> str:
         """How far this rank has come."""
         return f"step {self.state.step}"
+
+
+@contextmanager
+def silent_if_alone() -> Iterator[None]:
+    """Print nothing on a single process: it would say again what the ranks have said."""
+    if distributed.world_size() > 1:
+        yield
+        return
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
+        yield
 
 
 class Rehearsal(Training):
@@ -112,7 +128,7 @@ class Rehearsal(Training):
             "global_loss": self.task.global_loss,
         }
         if isinstance(self._data, IndexedBatches):
-            source = self._data._source
+            source = self._data.source
             order, changes = order_of(source, data, self.config)
             record.facts |= {"order": order, "order_changes": changes}
             record.facts["num_samples"] = length(source.dataset)
@@ -144,7 +160,7 @@ class Rehearsal(Training):
             record.collectives.append(self._counter.take())
             record.peak_bytes = peak_bytes(self.session.device)
         if step >= self._steps:
-            self.stop_reason = self.stop_reason or f"{step} steps verified"
+            self.stop_reason = self.stop_reason or "all steps verified"
 
     def finish(self) -> FitResult:
         """Note what the steps have led to."""
@@ -188,7 +204,7 @@ class Rehearsal(Training):
             )
 
         seed()
-        whole = self._part(micro, micro.batch, micro.num_samples)
+        whole = self._trial(micro, micro.batch, micro.num_samples)
         record.layers = layers_used(task, whole, session.precision)
         if whole.num_samples > 1 and not task.global_loss:
             found = [
@@ -198,7 +214,7 @@ class Rehearsal(Training):
             told = [each for each in found if each is not None]
             record.batch_dependence = min(told, key=lambda each: each.difference, default=None)
 
-    def _halves(self, micro: MicroBatch) -> Iterator[list[Part]]:
+    def _halves(self, micro: MicroBatch) -> Iterator[list[Trial]]:
         """Yield a micro-batch as two smaller ones, in each way that there is.
 
         No way is right for all: cutting keeps what belongs to the batch as a whole (the number of
@@ -208,20 +224,19 @@ class Rehearsal(Training):
         ranges = [range(size // 2), range(size // 2, size)]
         with suppress(ValueError):
             yield [
-                self._part(micro, rows(micro.batch, size, r.start, r.stop), len(r)) for r in ranges
+                self._trial(micro, rows(micro.batch, size, r.start, r.stop), len(r)) for r in ranges
             ]
         if isinstance(self._data, IndexedBatches):
-            fetch = Fetch(self._data._source, self.config.seed)
             place = (micro.number, micro.global_size, True, 0)
             requests = [
                 Request(micro.indices[r.start : r.stop], micro.position + r.start, *place)
                 for r in ranges
             ]
-            loaded = [fetch[request] for request in requests]
-            yield [self._part(micro, half.batch, half.num_samples) for half in loaded]
+            loaded = [self._data.fetch(request) for request in requests]
+            yield [self._trial(micro, half.batch, half.num_samples) for half in loaded]
 
-    def _part(self, micro: MicroBatch, batch: Any, num_samples: int) -> Part:
-        return Part(to_device(batch, self.session.device), num_samples, micro.global_size)
+    def _trial(self, micro: MicroBatch, batch: Any, num_samples: int) -> Trial:
+        return Trial(to_device(batch, self.session.device), num_samples, micro.global_size)
 
     def _before_forward(self, *_: Any) -> None:
         self._before = generator_states(self.session.device)

@@ -106,7 +106,7 @@ class VerifyReport:
         pairs = list(zip(*self.losses.values(), strict=False))
         if not pairs:
             return []
-        names = [processes(count) for count in self.losses]
+        names = [counted(count, "process") for count in self.losses]
         last = len(pairs) - 1
         chosen = sorted({round(last * i / (_ROWS - 1)) for i in range(_ROWS)})
         rows = ["step  " + "  ".join(f"{name:>12}" for name in names)]
@@ -126,9 +126,10 @@ class VerifyReport:
         return f"FAILED: {count}; look first at {first.place} {first.name} ({where})"
 
 
-def processes(count: int) -> str:
-    """Return "1 process" or "4 processes"."""
-    return "1 process" if count == 1 else f"{count} processes"
+def counted(count: int, noun: str) -> str:
+    """Return "1 step", "20 steps" or "4 processes"."""
+    plural = f"{noun}es" if noun.endswith(("s", "ch")) else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else plural}"
 
 
 def draw(report: VerifyReport, path: Path) -> None:
@@ -146,7 +147,7 @@ def draw(report: VerifyReport, path: Path) -> None:
     )
     for (count, losses), style in zip(report.losses.items(), styles, strict=True):
         values = [float("nan") if loss is None else loss for loss in losses]
-        upper.plot(range(1, len(values) + 1), values, label=processes(count), **style)
+        upper.plot(range(1, len(values) + 1), values, label=counted(count, "process"), **style)
     upper.set_ylabel("loss")
     upper.set_title("passed" if report.passed else f"FAILED: {report.failed[0].name}")
     if any(report.losses.values()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,8 +20,9 @@ from trainer.rank import Group, Work
 from trainer.task import TaskModule
 from trainer.verify.record import Record, load_records
 from trainer.verify.rehearsal import RankJob
-from trainer.verify.report import Check, processes
+from trainer.verify.report import Check, counted
 
+PACKAGE = Path(__file__).parents[1]
 FIRST = "look at the first FAIL above; this may follow from it"
 LONGEST_WAIT_S = 60.0  # for a rank that hangs; a few steps do not take longer
 
@@ -44,7 +46,7 @@ class RunOnce:
     @property
     def name(self) -> str:
         """How many processes, in words."""
-        return processes(self.world_size)
+        return counted(self.world_size, "process")
 
     @property
     def first(self) -> Record:
@@ -61,9 +63,21 @@ class RunOnce:
 
     @property
     def reason(self) -> str:
-        """The error in one line."""
+        """The error, without the traceback that torch puts into that of a loader worker."""
         error = self.error
-        return f"{type(error).__name__}: {error}".strip() if error is not None else ""
+        if error is None:
+            return ""
+        _, from_worker, text = str(error).partition("Original Traceback (most recent call last):")
+        if from_worker:
+            return text.strip().splitlines()[-1]
+        return f"{type(error).__name__}: {error}".strip()
+
+    @property
+    def says_what_to_do(self) -> bool:
+        """Whether the error is a message of the Trainer's own, and not of the task or torch."""
+        raised_in = re.findall(r'^ *File "(.+?)", line', self.traceback or "", re.MULTILINE)
+        own = bool(raised_in) and PACKAGE in Path(raised_in[-1]).parents
+        return own and isinstance(self.error, ValueError)
 
     @property
     def traceback(self) -> str | None:
@@ -101,15 +115,17 @@ class Runs:
     def failure(self, place: int, name: str, failed_before: bool = False) -> Check:
         """Return the check that says why a run failed."""
         run = self.failed[0]
+        found = f"the run on {run.name} failed: {run.reason}"
         if failed_before:
             advice = FIRST
+        elif run.says_what_to_do:
+            found, advice = f"the run on {run.name} failed", run.reason
         elif len(self.failed) == 1:
             alone = "one process" if run is self.many else self.many.name
             advice = f"the same works on {alone}: look for what depends on rank or world size"
         else:
             advice = "one process fails too, so it is no matter of ranks: make a fit there work"
         shown = "; the traceback is below" if run.traceback else ""
-        found = f"the run on {run.name} failed: {run.reason}"
         return Check(place, name, False, found, f"{advice}{shown}")
 
     @property
@@ -148,10 +164,9 @@ def run_both(
         accelerator=kind,
         timeout_s=min(config.timeout_s, LONGEST_WAIT_S),
         resume=None,
-        fast_dev_run=True,  # no checkpoints
         log_every_n_steps=1,
         num_sanity_val_steps=0,
-        checkpoint=CheckpointConfig(every_n_epochs=None),
+        checkpoint=CheckpointConfig(),  # a monitor would miss its metric
         run_dir=str(folder),
     )
     threads = threads_per_rank(config, world_size)
@@ -163,7 +178,8 @@ def run_both(
         work = Work(on_rank, (job, False, task, data), job.where)
         group = Group(world_size, kind, threads, options.timeout_s)
         error = None
-        print(f"verify: {steps} steps on {processes(world_size)} ...", flush=True)
+        on = counted(world_size, "process")
+        print(f"verify: {counted(steps, 'step')} on {on} ...", flush=True)
         try:
             ranks.run(group, ranks.start_method()[0], work)
         except Exception as failure:  # is what the report is about

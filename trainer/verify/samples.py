@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.data.fetching import Request
 from trainer.verify.record import Forward, Record
-from trainer.verify.report import Check
+from trainer.verify.report import Check, counted
 from trainer.verify.runs import RunOnce, Runs
 
 
@@ -102,7 +102,7 @@ def _in_order(records: list[Record], epoch: int) -> list[tuple[int, int, Request
 
 
 def _stream(runs: Runs) -> Iterator[Check]:
-    steps = len(runs.many.first.losses)
+    steps = counted(len(runs.many.first.losses), "step")
     if runs.facts["is_sharded"]:
         yield _shards(runs.many.records, steps)
         return
@@ -121,10 +121,10 @@ def _stream(runs: Runs) -> Iterator[Check]:
         )
         return
     total = sum(forward.num_samples for forward in many.values())
-    yield Check(1, "samples", True, f"a stream; {total:,} in {steps} steps, each on one rank only")
+    yield Check(1, "samples", True, f"a stream; {total:,} in {steps}, each on one rank only")
 
 
-def _shards(records: list[Record], steps: int) -> Check:
+def _shards(records: list[Record], steps: str) -> Check:
     rows = [{row for f in record.forwards for row in f.content} for record in records]
     for rank, mine in enumerate(rows):
         for other in range(rank):
@@ -136,7 +136,7 @@ def _shards(records: list[Record], steps: int) -> Check:
                     f"ranks {other} and {rank} get the same samples from the stream's shard method",
                     "let shard(rank, world_size) return the part of that rank",
                 )
-    found = f"the stream shards itself; no rank had the samples of another in {steps} steps"
+    found = f"the stream shards itself; no rank had the samples of another in {steps}"
     return Check(1, "samples", True, found)
 
 

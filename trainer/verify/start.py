@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from trainer.messages import listed
 from trainer.verify.record import Forward, Record
-from trainer.verify.report import Check
+from trainer.verify.report import Check, counted
 from trainer.verify.runs import RunOnce, Runs
 
 SET_CUT = "a fixed micro_batch_size would keep it, and with it the masks of dropout"
@@ -84,7 +84,7 @@ def _layers(runs: Runs) -> Check:
         )
     assert records[0].layers is not None
     count = len(records[0].layers.trained)
-    found = f"every rank uses the same ones; {count} parameters have a gradient"
+    found = f"every rank uses the same ones; {counted(count, 'parameter')} with a gradient"
     if called or trained:
         found = f"not every rank uses {_named(called or trained)}, which DDP can do with here"
     return Check(2, "layers", True, found)
@@ -137,7 +137,7 @@ def _random_streams(runs: Runs) -> Check:
                     "do not seed in forward, loss or in a dataset",
                 )
     found = (
-        f"{len(many)} micro-batches, each with its own stream, the same as on one process "
+        f"{counted(len(many), 'micro-batch')}, each with its own stream, as on one process "
         f"({', '.join(generators)})"
     )
     return Check(2, "random streams", True, found)
@@ -163,7 +163,8 @@ def _compare(one: Forward, many: Forward, runs: Runs) -> Check | None:
             False,
             f"the samples of {place} differ from those on one process, though their indices agree",
             "draw in a dataset only from Python's, NumPy's or torch's global generator, which are "
-            "seeded for every sample; not from rank, time or a generator of its own",
+            "seeded for every sample, or from one that it holds; not from rank or time, nor from a "
+            "generator that no seed reaches (made anew for each sample, of a module, in a closure)",
         )
     return None
 

@@ -12,7 +12,7 @@ from trainer.data.module import DataModule
 from trainer.run_dir import choose_run_dir
 from trainer.task import TaskModule
 from trainer.verify.outcome import check_losses, check_weights
-from trainer.verify.report import Check, VerifyReport, processes
+from trainer.verify.report import Check, VerifyReport, counted
 from trainer.verify.resources import check_collectives, check_memory
 from trainer.verify.runs import Runs, check_can_start, run_both
 from trainer.verify.samples import check_batch, check_samples
@@ -73,7 +73,7 @@ def _title(task: str, runs: Runs) -> str:
     size = facts.get("global_batch_size")
     steps = max((len(run.first.losses) for run in runs.both if run.records), default=0)
     return (
-        f"{task} on {runs.one.name} and on {processes(runs.many.world_size)} "
-        f"({config.accelerator}, {config.precision}{mode}): {steps} steps"
+        f"{task} on {runs.one.name} and on {runs.many.name} "
+        f"({config.accelerator}, {config.precision}{mode}): {counted(steps, 'step')}"
         + (f" of {size} samples" if size else "")
     )

@@ -1,0 +1,65 @@
+"""The checkpoint that a run goes on from, read once, before the run is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.checkpoint import manifest
+from trainer.checkpoint.writer import read_state
+from trainer.config import TrainerConfig
+
+
+class Past(NamedTuple):
+    """What a resumed run has behind it.
+
+    Attributes:
+        path: The checkpoint.
+        state: Everything in it beside the weights.
+        is_own: Whether it is one of the run's own.
+    """
+
+    path: Path
+    state: dict[str, Any]
+    is_own: bool
+
+    def steps_until(
+        self, max_epochs: int, steps_per_epoch: int, global_batch_size: int | None
+    ) -> int:
+        """Return how many steps the run has done at the end of its epochs.
+
+        Those that are done count as they were, also if global batches had another size.
+
+        Args:
+            max_epochs: The epochs of the whole run.
+            steps_per_epoch: From now on.
+            global_batch_size: From now on; None if every batch has its own size.
+        """
+        clock = self.state["train_state"]
+        done: int = clock["step_in_epoch"]
+        before: int | None = self.state["experiment"]["data"]["global_batch_size"]
+        if before is not None and global_batch_size is not None:
+            done = done * before // global_batch_size
+        steps: int = clock["step"] + (max_epochs - clock["epoch"]) * steps_per_epoch - done
+        return steps
+
+
+def read_past(config: TrainerConfig, run_dir: Path) -> Past | None:
+    """Read the checkpoint that ``resume`` names, if there is one, and print which one it is.
+
+    Raises:
+        ValueError: If it is not there or damaged.
+    """
+    if config.resume is None:
+        return None
+    if config.resume == "auto":
+        path = manifest.newest_valid(run_dir)
+        if path is None:
+            print("resuming from nothing: there is no checkpoint yet", flush=True)
+            return None
+    else:
+        path = manifest.find(run_dir, config.resume, of_run="last")
+    ignored = "" if config.init_from is None else f", not init_from={config.init_from}"
+    print(f"resuming from {path}{ignored}", flush=True)
+    folder = (run_dir / manifest.FOLDER).resolve()
+    return Past(path, read_state(path), is_own=path.resolve().parent == folder)
