@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from trainer import migration
-from trainer.config import CheckpointConfig, TrainerConfig, option_fields, option_names
+from trainer.config import CheckpointConfig, TrainerConfig, option_names
+from trainer.options import option_fields
 from trainer.reference import reference
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer import migration
-from trainer.config import TrainerConfig, option_fields
+from trainer.config import TrainerConfig
 from trainer.instantiate import check_targets
 from trainer.launcher import find_launcher
+from trainer.options import option_fields
 from trainer.run_dir import check_resume, check_writable, slurm_run_dir
 
 if TYPE_CHECKING:

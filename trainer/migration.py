@@ -9,8 +9,9 @@ import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trainer.config import DEFAULT_GLOBAL_BATCH_SIZE, option_names, show
+from trainer.config import DEFAULT_GLOBAL_BATCH_SIZE, option_names
 from trainer.data.plan import ceil_div
+from trainer.options import show
 
 # The same value under another name (Lightning, Accelerate, the Hugging Face Trainer, torchrun).
 RENAMED = {

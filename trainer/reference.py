@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, get_type_hints
 
 from trainer.composition import MODES
-from trainer.config import CheckpointConfig, TrainerConfig, allowed, option_fields, show
+from trainer.config import CheckpointConfig, TrainerConfig
 from trainer.migration import RENAMED
+from trainer.options import allowed, option_fields, show
 
 INTRODUCTION = """\
 # Configuration

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer.config import TrainerConfig, show
+from trainer.config import TrainerConfig
 from trainer.data.loading import Source
 from trainer.messages import listed
+from trainer.options import show
 from trainer.task import OptimizerSetup
 
 Description = Mapping[str, Mapping[str, Any]]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 
-from trainer.config import TrainerConfig, option_fields, show
+from trainer.config import TrainerConfig
 from trainer.instantiate import build_node
+from trainer.options import option_fields, show
 from trainer.strategies.base import Strategy
 from trainer.strategies.ddp import DDPStrategy
 from trainer.strategies.fixed_order import FixedOrderDDP
