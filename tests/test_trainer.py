@@ -617,3 +617,24 @@ def test_a_loss_that_returns_nothing_is_noticed(
     said = capsys.readouterr().out
     assert said.count("nothing was trained in the first 1 steps: loss returned None") == 1
     assert said.count("nothing was trained") == 1
+
+
+class Starting(Regression):
+    """Sets its weights when a fit starts."""
+
+    def on_fit_start(self) -> None:
+        assert self.run.step == 0
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.rand(parameter.shape))
+
+
+def test_weights_that_are_set_at_the_start_are_those_of_the_checkpoint_later(
+    tmp_path: Path,
+) -> None:
+    options: dict[str, Any] = {"train": samples(12), "global_batch_size": 4}
+    whole, parts = Starting(), Starting()
+    fit(whole, tmp_path / "whole", max_steps=5, **options)
+    fit(parts, tmp_path / "parts", max_steps=2, **options)
+    fit(parts, tmp_path / "parts", max_steps=5, resume="auto", **options)
+    assert_equal_bits(parts, whole)

@@ -14,7 +14,10 @@ _LIMIT = 500_000  # of each part: a store refuses values over 8 MiB, by closing 
 
 # What gloo and NCCL say when the other side is gone. A timeout counts too: the rank that reports
 # it waited for another.
-_LINK_BROKE = re.compile(r"gloo/transport|Connection (reset|closed) by peer|ncclRemoteError")
+_TIMED_OUT = re.compile(r"[Tt]imed out|Application timeout")
+_LINK_BROKE = re.compile(
+    r"gloo/transport|Application timeout|Connection (reset|closed) by peer|ncclRemoteError"
+)
 
 
 class RankError(RuntimeError):
@@ -109,7 +112,7 @@ def death_of(rank: int, exitcode: int) -> RankError:
 def unanswered(silent: set[int], timeout_s: float, told_by: Failure) -> Exception:
     """Return the error where some ranks only tell of others, and the ``silent`` ones of nothing."""
     error = told_by.error()
-    if not silent or "imed out" not in str(error):
+    if not silent or not _TIMED_OUT.search(str(error)):
         return error
     ranks = ", ".join(map(str, sorted(silent)))
     named = RankError(

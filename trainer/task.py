@@ -156,10 +156,17 @@ class TaskModule(nn.Module):
             self.run._logbook.add(name, value, weight)
 
     def on_fit_start(self) -> None:
-        """Run on every rank once the optimizer exists and before the first step."""
+        """Run on every rank once the optimizer exists and before the first step.
+
+        A run that resumes, or starts from old weights, takes these after it.
+        """
 
     def on_epoch_start(self) -> None:
-        """Run on every rank before each epoch; the only place to change ``requires_grad``."""
+        """Run on every rank before each epoch; the only place to change ``requires_grad``.
+
+        It runs again when a run resumes in mid-epoch, so what it does should follow from
+        ``self.run.epoch`` and not add to what it did before.
+        """
 
     def before_optimizer_step(self) -> None:
         """Run on every rank when gradients are final: reduced, unscaled, not clipped yet."""

@@ -112,6 +112,8 @@ class Training:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Resume if asked to; open what rank 0 writes, and close it whatever happens."""
+        self.seed_hook(Stream.FIT_START)
+        self.task.on_fit_start()  # it may set weights, so before those of a checkpoint
         shared = self.saver.start()
         self.logbook.restore(shared.get("logbook", {}))
         metrics.restore(self.train_metrics, shared.get("metrics", {}))
@@ -138,7 +140,8 @@ class Training:
 
         What happens, in order, on every rank::
 
-            TaskModule.on_fit_start, Callback.on_fit_start
+            TaskModule.on_fit_start                (then a checkpoint's state, to go on from it)
+            Callback.on_fit_start
             each epoch:
                 TaskModule.on_epoch_start          (wrap again if requires_grad changed)
                 each global batch:
@@ -160,8 +163,6 @@ class Training:
         """
         task, state, config, device = self.task, self.state, self.config, self.session.device
         precision, scaler = self.session.precision, self.scaler
-        self.seed_hook(Stream.FIT_START)
-        task.on_fit_start()
         with self.observed():
             for callback in self.callbacks:
                 callback.on_fit_start(self.view)
