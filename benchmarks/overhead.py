@@ -45,12 +45,12 @@ from trainer import TaskModule, Trainer
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 
 
-class TinyTask(TaskModule):
-    """A net so small that a step is mostly overhead."""
+class TwoLayers(TaskModule):
+    """Two linear layers; by default so small that a step is mostly overhead."""
 
-    def __init__(self) -> None:
+    def __init__(self, inputs: int = 32, hidden: int = 64, outputs: int = 10) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+        self.net = nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, outputs))
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the logits."""
@@ -274,13 +274,13 @@ def workloads(scale: float, ranks: int) -> list[Workload]:
     samples, batches = TensorDataset(inputs, labels), Digits(inputs, labels)
     conv = Workload("MNIST net, batch 128", ConvTask, MnistData().train, 128, conv_steps, FEW)
     if ranks > 1:
-        tiny = Workload("tiny MLP, batch 32", TinyTask, samples, 32, tiny_steps, FEW)
+        tiny = Workload("tiny MLP, batch 32", TwoLayers, samples, 32, tiny_steps, FEW)
         return [tiny, conv]
     name = "tiny MLP, batch 32, TensorDataset"
-    tiny = Workload(name, TinyTask, samples, 32, tiny_steps, installed)
+    tiny = Workload(name, TwoLayers, samples, 32, tiny_steps, installed)
     name = "tiny MLP, batch 32, ready batches"
     light = [n for n in installed if not n.startswith("Lightning")]
-    ready = Workload(name, TinyTask, batches, 32, tiny_steps, light)
+    ready = Workload(name, TwoLayers, batches, 32, tiny_steps, light)
     return [tiny, ready, conv]
 
 

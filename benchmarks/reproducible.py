@@ -20,13 +20,11 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from benchmarks.common import scratch, table
-from benchmarks.overhead import ConvTask
-from recipes.mnist import Batch, MnistData
+from benchmarks.overhead import ConvTask, TwoLayers
+from recipes.mnist import MnistData
 from trainer import TaskModule, Trainer, distributed
 from trainer.config import TrainerConfig
 from trainer.launcher import launch
@@ -40,25 +38,9 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
 }
 
 
-class WideTask(TaskModule):
-    """Two wide layers: 12 MB of gradients for little computing, so that communication shows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(1000, 1500), nn.ReLU(), nn.Linear(1500, 1000))
-
-    def forward(self, batch: Batch) -> Tensor:
-        """Return the logits."""
-        logits: Tensor = self.net(batch[0])
-        return logits
-
-    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return the mean cross-entropy."""
-        return F.cross_entropy(outputs, batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return SGD."""
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+def wide() -> TaskModule:
+    """Return a net with 12 MB of gradients for little computing, so that communication shows."""
+    return TwoLayers(1000, 1500, 1000)
 
 
 def measure(
@@ -103,10 +85,10 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1, help="stretches the runs")
     parser.add_argument("--markdown", action="store_true")
     args = parser.parse_args()
-    wide = TensorDataset(torch.randn(8192, 1000), torch.randint(1000, (8192,)))
+    samples = TensorDataset(torch.randn(8192, 1000), torch.randint(1000, (8192,)))
     work: dict[str, tuple[Callable[[], TaskModule], Any, tuple[int, int]]] = {
         "MNIST net": (ConvTask, MnistData().train, (4, 40)),
-        "wide MLP": (WideTask, wide, (4, 30)),
+        "wide MLP": (wide, samples, (4, 30)),
     }
     rows = []
     for count in args.ranks:
