@@ -189,7 +189,7 @@ class Training:
                         # This micro-batch's share of the global batch's loss (see step.py).
                         loss = self.module(batch, micro.num_samples, micro.global_size)
                     scaler.scale(loss).backward()
-                self.strategy.after_backward(micro)
+                self.strategy.after_backward(micro)  # reproducible: add up in a fixed order
                 if is_accumulating:
                     continue
 

@@ -9,7 +9,7 @@ from checkpoints import snapshot, write
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from trainer.checkpoint.weights import load_task, load_weights
+from trainer.checkpoint.weights import load_task, load_weights, write_weights
 
 
 class Odd(nn.Module):
@@ -55,6 +55,15 @@ def test_odd_weights_round_trip(tmp_path: Path) -> None:
     assert target.note["amax"].tolist() == [1.0, 1.0]
     assert target.head.weight is target.embedding.weight
     assert target.conv.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_the_same_weights_are_the_same_bytes(tmp_path: Path) -> None:
+    tied = torch.ones(2)
+    weights = {"é": torch.zeros(3), "tied": tied, "again": tied, "plain": {"n": 1}}
+    for number in range(8):
+        write_weights(tmp_path / str(number), weights)
+    assert len({(tmp_path / str(number)).read_bytes() for number in range(8)}) == 1
+    assert load_file(tmp_path / "0")["é"].tolist() == [0, 0, 0]
 
 
 def test_overlapping_weights_are_stored_as_their_values(tmp_path: Path) -> None:

@@ -140,6 +140,23 @@ def write_weights(path: Path, weights: Mapping[str, Any]) -> None:
             tensors[name] = value
     metadata = {"format": "pt", "tied": json.dumps(tied), "extra_state": json.dumps(plain)}
     save_file(tensors, path, metadata)
+    _sort_header(path)
+
+
+def _sort_header(path: Path) -> None:
+    """Put the header of a safetensors file in order: it is written in a random one.
+
+    The file starts with the length of the header in 8 bytes, little-endian; the header is JSON, and
+    may end with spaces (https://github.com/huggingface/safetensors, "Format").
+    """
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        text = json.dumps(header, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
+        sorted_header = text.encode().ljust(length)
+        assert len(sorted_header) == length
+        file.seek(8)
+        file.write(sorted_header)
 
 
 def _read_weights(path: Path) -> dict[str, Any]:
