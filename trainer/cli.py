@@ -184,8 +184,10 @@ def _end_interrupted(run_dir: str | None = None) -> NoReturn:
     """End as after Ctrl-C; say how to go on with the run in ``run_dir``, if it has a checkpoint."""
     if _is_first():
         found = run_dir is not None and manifest.step_folders(Path(run_dir) / manifest.FOLDER)
-        go_on = f"; to go on: trainer.run_dir={run_dir} trainer.resume=auto" if found else ""
-        print(f"interrupted{go_on}", file=sys.stderr)
+        go_on = f"to go on: trainer.run_dir={run_dir} trainer.resume=auto"
+        if run_dir is not None and not found:
+            go_on = "there is no checkpoint yet to go on from"
+        print("interrupted" + (f"; {go_on}" if run_dir is not None else ""), file=sys.stderr)
     sys.exit(130)
 
 

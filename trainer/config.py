@@ -156,7 +156,12 @@ class TrainerConfig:
     lr_warmup_steps: int = option(
         0, "Steps in which a rate that `lr_scaling` makes larger rises to that.", at_least=0
     )
-    seed: int = option(0, "Of everything random: data order, dropout, initial weights.", at_least=0)
+    seed: int = option(
+        0,
+        "Of everything random: data order, dropout, and the initial weights of a task that is made "
+        "after the Trainer, which seeds when it is made (on the command line it is).",
+        at_least=0,
+    )
     reproducible: bool = option(
         False,
         "The same bits at any world size that is a power of two, up to `global_batch_size` / "

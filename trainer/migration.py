@@ -167,7 +167,7 @@ def hint(name: str, value: Any) -> str | None:
         return f"the number of global batches that this fraction stands for, {name}=10 say"
     if name == "resume" and value is True:
         return "resume=auto"
-    if name == "accept_changes" and isinstance(value, str):
+    if name == "accept_changes" and value in ("model", "optimizer", "schedule", "data"):
         return f"accept_changes=[{value}]"
     if name == "fast_dev_run" and isinstance(value, int):
         return f"limit_train_batches={value} and limit_val_batches={value}"

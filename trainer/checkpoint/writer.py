@@ -263,7 +263,8 @@ class CheckpointWriter:
                 shutil.rmtree(aside / path.name)
             path.rename(aside / path.name)
         print(
-            f"moved {len(beyond)} checkpoints beyond step {step}, which this run starts from, to "
+            f"moved {len(beyond)} checkpoint{'s' if len(beyond) > 1 else ''} beyond step {step}, "
+            "which this run starts from, to "
             f"{aside}",
             file=sys.stderr,
         )
