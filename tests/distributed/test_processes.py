@@ -273,7 +273,8 @@ for cell in notebook.cells:
     assert len(trained) == 2
     assert all("val/loss" in line for line in trained)
     assert stdout.count("caught from a cell") == 2
-    assert len(re.findall("done +9 steps, 3 epochs", stdout)) == 2  # what a rank prints is seen in the cell
+    # What a rank prints is seen in the cell.
+    assert len(re.findall("done +9 steps, 3 epochs", stdout)) == 2
     assert "warn" not in stdout.lower()
 
 
