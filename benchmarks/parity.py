@@ -39,8 +39,8 @@ WEIGHT_DECAY = 0.01
 SEED = 0
 
 EQUAL_BITS = 0.0
-# Sums over ranks are rounded in another order, which training magnifies step by step: after fifty
-# steps two hand-written loops are a few millionths apart, after some hundred they part for good.
+# Sums over ranks are rounded in another order, which training magnifies step by step. Two loops by
+# hand part as well, so what is bounded on several ranks is the distance to hand-written DDP.
 ROUNDING = 5e-5
 # Not between two ways of using 2 ranks: a + b = b + a. More ranks add up in an order that depends
 # on where a gradient lies in its bucket, and the Trainer's buckets hold one number more.
@@ -221,7 +221,7 @@ def comparisons(length: Length, world_sizes: Sequence[int]) -> list[Comparison]:
         ddp, ours = by_ddp(length, ranks), by_trainer(length, ranks)
         found += [
             compare(f"hand-written DDP, {ranks} ranks : plain loop", ddp, plain, None),
-            compare(f"Trainer, {ranks} ranks : plain loop", ours, plain, ROUNDING),
+            compare(f"Trainer, {ranks} ranks : plain loop", ours, plain, None),
             compare(
                 f"Trainer, {ranks} ranks : hand-written DDP, {ranks} ranks",
                 ours,
