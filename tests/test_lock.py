@@ -1,0 +1,75 @@
+"""One fit at a time writes to a folder."""
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from trainer import attempt, lock
+from trainer.attempt import Attempt
+from trainer.lock import check_free, locked
+
+# Takes the lock as the second attempt of a launch, forks a child as a loader does, and waits.
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from trainer import attempt
+from trainer.lock import locked
+attempt.enter(attempt.Attempt("launch", 1))
+with locked(Path(sys.argv[1])):
+    child = os.fork()
+    if child:
+        print(child, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(lock, "_WAIT_S", 0.2)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+
+
+@pytest.mark.timeout(60)
+def test_another_process_is_named_and_a_killed_one_forgotten(tmp_path, monkeypatch):
+    check_free(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    child = None
+    try:
+        child = int(holder.stdout.readline())
+        for refused in (lambda: locked(tmp_path).__enter__(), lambda: check_free(tmp_path)):
+            with pytest.raises(ValueError, match=rf"process {holder.pid} on .* is training in"):
+                refused()
+        for number, is_free in ((0, False), (1, False), (2, True)):  # 2: on another machine
+            monkeypatch.setattr(attempt, "_entered", Attempt("launch", number))
+            if is_free:
+                check_free(tmp_path)
+            else:
+                with pytest.raises(ValueError, match="is training in"):
+                    check_free(tmp_path)
+        holder.kill()
+        holder.wait()
+        monkeypatch.setattr(attempt, "_entered", Attempt())
+        os.kill(child, 0)  # lives on
+        with locked(tmp_path), locked(tmp_path):  # this process is one run
+            pass
+    finally:
+        holder.kill()
+        if child is not None:
+            os.kill(child, signal.SIGKILL)
+        holder.communicate()
+
+
+def test_a_file_system_without_locks_keeps_nobody_out(tmp_path, monkeypatch):
+    def refuse(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with locked(tmp_path):
+        pass

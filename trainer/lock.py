@@ -1,0 +1,99 @@
+"""One fit at a time writes to a folder: two would set each other's files aside."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trainer import attempt
+
+_FILE = ".lock"
+_WAIT_S = 3.0  # for a fit that was just killed to be gone
+_POLL_S = 0.1
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep the fits of other processes out of ``folder``.
+
+    The kernel lets go of the lock when this process ends, however it ends. Where the file system
+    has no locks nothing is kept out.
+
+    Raises:
+        ValueError: If another process is at work there; says which one.
+    """
+    # The lock is the process's own. One by flock would be shared with forked loader workers, and
+    # live on in those that a killed process leaves.
+    descriptor = os.open(folder / _FILE, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        _take(descriptor, folder)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def check_free(folder: Path) -> None:
+    """Refuse a folder in which another process has a fit at work, without taking it.
+
+    Raises:
+        ValueError: Saying which one.
+    """
+    if (folder / _FILE).exists():
+        with locked(folder):
+            pass
+
+
+def _take(descriptor: int, folder: Path) -> None:
+    deadline = time.monotonic() + _WAIT_S
+    while True:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                return  # there are no locks here
+        holder = _holder(descriptor)
+        if _is_earlier(holder):
+            return
+        if time.monotonic() > deadline:
+            raise ValueError(_explain(folder, holder))
+        time.sleep(_POLL_S)
+    now = attempt.current()
+    text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), **now._asdict()})
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, text.encode(), 0)
+
+
+def _holder(descriptor: int) -> dict[str, Any]:
+    try:
+        found = json.loads(os.pread(descriptor, 4096, 0))
+    except ValueError:  # it is just being written
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_earlier(holder: dict[str, Any]) -> bool:
+    """Whether the lock is that of an attempt before this one, on a machine that is gone.
+
+    Network file systems give its locks free only after a while.
+    """
+    now = attempt.current()
+    if now.launch is None or holder.get("launch") != now.launch:
+        return False
+    return (holder["requeues"], holder["number"]) < (now.requeues, now.number)
+
+
+def _explain(folder: Path, holder: dict[str, Any]) -> str:
+    who = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
+    return (
+        f"{who} is training in {folder}; wait for it or stop it, or set run_dir=<another folder> "
+        f"(if that process is no more, remove {folder / _FILE})"
+    )
