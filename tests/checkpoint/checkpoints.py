@@ -1,14 +1,18 @@
 """What the tests of checkpoints share: something to save, and ways to look at what was saved."""
 
 import os
-import random
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainer.checkpoint.writer import CheckpointWriter, Snapshot
+from benchmarks.faults import damage as damage
+from trainer.checkpoint.files import sha256
+from trainer.checkpoint.manifest import manifest_text, read_manifest
+from trainer.checkpoint.snapshot import Snapshot
+from trainer.checkpoint.store import LocalStore
+from trainer.checkpoint.writer import CheckpointWriter
 from trainer.config import CheckpointConfig
 
 
@@ -22,8 +26,12 @@ def snapshot(step: int, metric: float | None = None, **fields: Any) -> Snapshot:
     return Snapshot(step=step, metric=metric, **{**values, **fields})
 
 
+def open_writer(folder: Path, step: int | None = None, **options: Any) -> CheckpointWriter:
+    return CheckpointWriter(LocalStore(folder), CheckpointConfig(**options), step)
+
+
 def write(folder: Path, *snapshots: Snapshot, **options: Any) -> CheckpointWriter:
-    writer = CheckpointWriter(folder, CheckpointConfig(**options))
+    writer = open_writer(folder, **options)
     for each in snapshots:
         writer.save(each)
     writer.close()
@@ -39,18 +47,11 @@ def step_at(folder: Path, link: str) -> int:
     return int((folder / link).resolve().name.removeprefix("step-"))
 
 
-def damage(file: Path, how: str, rng: random.Random) -> None:
-    content = bytearray(file.read_bytes())
-    if how == "flip":
-        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-    elif how == "cut":
-        del content[rng.randrange(len(content)) :]
-    elif how == "zero":
-        start = rng.randrange(len(content))
-        page = content[start : start + 64]
-        if not any(page):
-            page[:] = b"x" * len(page)
-            content[start : start + 64] = page
-        else:
-            content[start : start + 64] = bytes(len(page))
-    file.write_bytes(content)
+def reseal(path: Path) -> None:
+    """Give a checkpoint a manifest that fits its files."""
+    files = {
+        name: {"size": (path / name).stat().st_size, "sha256": sha256(path / name)}
+        for name in ("model.safetensors", "state.pt", "config.yaml")
+    }
+    text = manifest_text({**read_manifest(path), "files": files})
+    (path / "manifest.json").write_text(text)

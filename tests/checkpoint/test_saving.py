@@ -1,18 +1,25 @@
 """What a run starts from: its own past, another run's weights, or nothing."""
 
+import errno
 import json
+import os
+import random
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import damage
 from safetensors.torch import save_file
 from support import Regression, assert_equal_bits, fit, samples
 from torch import nn
 
+from benchmarks.faults import interfering
 from trainer import OptimizerSetup
 from trainer.callbacks import Callback, EarlyStopping, LearningRate
+from trainer.checkpoint.saving import check_finite
+from trainer.logbook import NotFiniteError
 
 DATA: dict[str, Any] = {"train": samples(4), "val": samples(4)}
 
@@ -114,6 +121,79 @@ def test_a_step_that_is_saved_already_is_saved_again_once_it_knows_more(tmp_path
     assert len(lines.splitlines()) == 3, "of steps 2 and 3, and the validation"
     fit(Regression(), tmp_path, checkpoint=checkpoint, resume="auto", **options, **DATA)
     assert (tmp_path / "metrics.jsonl").read_text() == lines
+
+
+def test_a_damaged_checkpoint_is_passed_over_or_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options: dict[str, Any] = {"checkpoint": {"every_n_steps": 1}, "global_batch_size": 1}
+    fit(Regression(), tmp_path, max_steps=3, **options, **DATA)
+    damage(tmp_path / "checkpoints/step-00000003/config.yaml", "flip", random.Random(0))
+    capsys.readouterr()
+    for which in ("last", "checkpoints/step-00000003", str(tmp_path)):
+        words = r"config\.yaml is damaged.*newest valid one beside it is .*step-00000002: give that"
+        with pytest.raises(ValueError, match=words):
+            fit(Regression(), tmp_path, max_steps=4, resume=which, **options, **DATA)
+    result = fit(Regression(), tmp_path, max_steps=4, resume="auto", **options, **DATA)
+    told = capsys.readouterr()
+    assert "NOT using a damaged checkpoint" in told.err
+    assert "resuming from" in told.out
+    assert "step-00000002\n" in told.out
+    assert result.step == 4
+    assert result.last_checkpoint == tmp_path / "checkpoints/step-00000004"
+
+
+def test_a_slip_in_the_monitor_does_not_lose_the_work(tmp_path: Path) -> None:
+    through = fit(Regression(), tmp_path / "through", max_epochs=2, **DATA)
+    slip = {"monitor": "val/f1"}
+    words = rf"val/f1 is measured by nobody.* go on with resume={tmp_path / 'run'}"
+    with pytest.raises(ValueError, match=words):
+        fit(Regression(), tmp_path / "run", max_epochs=2, checkpoint=slip, **DATA)
+    resume = {"resume": str(tmp_path / "run"), "checkpoint": {"monitor": "val/loss"}}
+    result = fit(Regression(), tmp_path / "run", max_epochs=2, **resume, **DATA)
+    assert result.metrics == through.metrics
+    assert result.best_checkpoint == tmp_path / "run/checkpoints/step-00000002"
+
+
+@pytest.mark.parametrize("on_error", ["stop", "warn"])
+def test_a_full_disk_in_mid_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], on_error: str
+) -> None:
+    steps: list[int] = []
+
+    def before(name: str, args: tuple[Any, ...]) -> None:
+        file = os.readlink(f"/proc/self/fd/{args[0]}") if name == "write" else ""
+        if "step-00000002" in file or "step-00000003" in file:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    class Counting(Regression):
+        def after_optimizer_step(self) -> None:
+            steps.append(1)
+
+    checkpoint = {"every_n_steps": 1, "on_error": on_error}
+    options: dict[str, Any] = {"checkpoint": checkpoint, "global_batch_size": 1, "max_steps": 4}
+    with interfering(tmp_path / "checkpoints", before):
+        if on_error == "stop":
+            with pytest.raises(OSError, match=r"checkpoint of step 2 to .*No space left on device"):
+                fit(Counting(), tmp_path, **options, **DATA)
+            assert len(steps) == 3, "by the next step at the latest"
+        else:
+            result = fit(Counting(), tmp_path, **options, **DATA)
+            told = [line for line in capsys.readouterr().err.splitlines() if "WARNING" in line]
+            assert len(told) == 2
+            assert result.last_checkpoint == tmp_path / "checkpoints/step-00000004"
+    there = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
+    assert there == ["step-00000001", "step-00000004"][: 1 if on_error == "stop" else 2]
+
+
+def test_weights_that_are_large_are_not_taken_for_infinite() -> None:
+    large = nn.ParameterList([torch.full((8,), 3e38), torch.zeros(0), torch.ones(2).half() * 6e4])
+    check_finite(large, 1)
+    check_finite(nn.Identity(), 1)
+    for value in (float("nan"), float("inf"), -float("inf")):
+        large[2].data[1] = value
+        with pytest.raises(NotFiniteError, match="at step 7 2 became NaN or infinite"):
+            check_finite(large, 7)
 
 
 class Copying(Callback):

@@ -1,15 +1,20 @@
 """Weights in a file, and back in a module."""
 
+import io
+import os
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import snapshot, write
+from checkpoints import reseal, snapshot, write
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from trainer.checkpoint.weights import load_task, load_weights, write_weights
+from trainer.checkpoint.manifest import verify
+from trainer.checkpoint.weights import _read_weights, load_task, load_weights, write_weights
+from trainer.checkpoint.writer import read_state
 
 
 class Odd(nn.Module):
@@ -61,9 +66,86 @@ def test_the_same_weights_are_the_same_bytes(tmp_path: Path) -> None:
     tied = torch.ones(2)
     weights = {"é": torch.zeros(3), "tied": tied, "again": tied, "plain": {"n": 1}}
     for number in range(8):
-        write_weights(tmp_path / str(number), weights)
+        with (tmp_path / str(number)).open("wb") as file:
+            write_weights(file, weights)
     assert len({(tmp_path / str(number)).read_bytes() for number in range(8)}) == 1
     assert load_file(tmp_path / "0")["é"].tolist() == [0, 0, 0]
+
+
+def test_every_type_of_tensor(tmp_path: Path) -> None:
+    types = {v for v in vars(torch).values() if isinstance(v, torch.dtype)} - {torch.complex32}
+    weights = {}
+    for dtype in types:
+        try:
+            weights[str(dtype)] = torch.arange(3).to(dtype)
+        except (RuntimeError, NotImplementedError):  # quantized, or packed below a byte
+            continue
+    assert {"torch.bool", "torch.uint64", "torch.complex128"} < weights.keys()
+    write(tmp_path, snapshot(1, weights=weights))
+    stored = _read_weights(tmp_path / "step-00000001")
+    for name, value in weights.items():
+        assert stored[name].dtype == value.dtype
+        assert stored[name].view(torch.uint8).tolist() == value.view(torch.uint8).tolist(), name
+
+
+class Hostile:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.target),)
+
+
+def test_a_hostile_pickle_is_refused(tmp_path: Path) -> None:
+    owned, path = tmp_path / "owned", tmp_path / "step-00000001"
+    write(tmp_path, snapshot(1))
+    torch.save({"optimizer": Hostile(owned)}, path / "state.pt")
+    reseal(path)
+    verify(path)
+    words = r"state\.pt cannot be read as tensors and plain values"
+    with pytest.raises(ValueError, match=words):
+        read_state(path)
+    for content in (pickle.dumps(Hostile(owned)), b"", b"\x80\x04N", b"cos\nmkdir\n.", b"(" * 99):
+        (path / "state.pt").write_bytes(content)
+        reseal(path)
+        with pytest.raises(ValueError, match=words):
+            read_state(path)
+    assert not owned.exists()
+
+
+def test_a_hostile_extra_state_is_refused(tmp_path: Path) -> None:
+    owned, path = tmp_path / "owned", tmp_path / "step-00000001"
+    write(tmp_path, snapshot(1, weights=Odd().state_dict()))
+    buffer = io.BytesIO()
+    torch.save(Hostile(owned), buffer)
+    payload = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+    weights = {"_extra_state": payload}
+    save_file(weights, path / "model.safetensors", {"extra_state": '["_extra_state"]'})
+    reseal(path)
+    with pytest.raises(ValueError, match=r"_extra_state in .*model\.safetensors cannot be read as"):
+        load_weights(Odd(), path)
+    assert not owned.exists()
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"extra_state": '["none"]'},
+        {"extra_state": "nonsense"},
+        {"extra_state": "1"},
+        {"extra_state": '["half"]'},
+        {"tied": '{"x": "none"}'},
+        {"tied": '["x"]'},
+        {"tied": "[" * 100_000},
+    ],
+)
+def test_metadata_that_somebody_made(tmp_path: Path, metadata: dict[str, str]) -> None:
+    weights = {"weight": torch.ones(1, 1), "half": torch.ones(1).bfloat16()}
+    save_file(weights, tmp_path / "any.safetensors", metadata)
+    with pytest.raises(ValueError, match=r"any\.safetensors has metadata that it cannot have"):
+        load_weights(nn.Linear(1, 1), tmp_path / "any.safetensors")
 
 
 def test_overlapping_weights_are_stored_as_their_values(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """How checkpoints are written, which ones stay, and what survives a kill."""
 
+import errno
 import hashlib
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -14,23 +16,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import snapshot, step_at, steps, write
+from checkpoints import damage, open_writer, snapshot, step_at, steps, write
 from safetensors.torch import load_file
 from torch import nn
 
-from trainer.checkpoint import manifest
+from benchmarks import survival
+from benchmarks.faults import interfering
+from trainer.checkpoint import store
 from trainer.checkpoint import writer as writer_module
-from trainer.checkpoint.manifest import newest_valid, verify
-from trainer.checkpoint.weights import load_weights
-from trainer.checkpoint.writer import CheckpointWriter, read_state
-from trainer.config import CheckpointConfig
+from trainer.checkpoint.finding import newest_valid, store_of
+from trainer.checkpoint.manifest import verify
+from trainer.checkpoint.writer import read_state
 
 # --- what is in a checkpoint --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_files_and_manifest(tmp_path: Path, asynchronous: bool) -> None:
-    writer = CheckpointWriter(tmp_path / "checkpoints", CheckpointConfig(asynchronous=asynchronous))
+    writer = open_writer(tmp_path / "checkpoints", asynchronous=asynchronous)
     writer.save(snapshot(500, metric=0.25))
     writer.close()
     path = tmp_path / "checkpoints" / "step-00000500"
@@ -59,7 +62,7 @@ def test_state_is_copied_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         write_weights(*args)
 
     monkeypatch.setattr(writer_module, "write_weights", slow)
-    writer = CheckpointWriter(tmp_path, CheckpointConfig())
+    writer = open_writer(tmp_path)
     weight, moment = torch.ones(4), torch.ones(4)
     writer.save(snapshot(1, weights={"w": weight}, state={"m": moment}))
     assert writer.finished() == []
@@ -142,7 +145,7 @@ def test_plain_values(tmp_path: Path) -> None:
 
 
 def test_anything_else_is_refused_by_name(tmp_path: Path) -> None:
-    writer = CheckpointWriter(tmp_path, CheckpointConfig())
+    writer = open_writer(tmp_path)
     with pytest.raises(ValueError, match=r"state\['callbacks'\]\['mine'\]\[0\] is of type pathlib"):
         writer.save(snapshot(1, state={"callbacks": {"mine": [Path("x")]}}))
     with pytest.raises(ValueError, match=r"extra is of type builtins\.function"):
@@ -188,7 +191,7 @@ def test_keep_all(tmp_path: Path) -> None:
 
 def test_resumed_writer_goes_on(tmp_path: Path) -> None:
     write(tmp_path, snapshot(1, 0.1), snapshot(2, 0.5), snapshot(3, 0.4), keep=2)
-    writer = CheckpointWriter(tmp_path, CheckpointConfig(keep=2), step=3)
+    writer = open_writer(tmp_path, step=3, keep=2)
     assert writer.best == tmp_path / "step-00000001"
     assert writer.last == tmp_path / "step-00000003"
     assert writer.finished() == []
@@ -208,7 +211,7 @@ def test_resuming_before_the_last_sets_the_others_aside(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path, *(snapshot(i, -float(i)) for i in (1, 2, 3)))
-    writer = CheckpointWriter(tmp_path, CheckpointConfig(), step=1)
+    writer = open_writer(tmp_path, step=1)
     assert "moved 2 checkpoints beyond step 1" in capsys.readouterr().err
     assert writer.best == writer.last == tmp_path / "step-00000001"
     assert step_at(tmp_path, "best") == step_at(tmp_path, "last") == 1
@@ -216,10 +219,10 @@ def test_resuming_before_the_last_sets_the_others_aside(
     writer.close()
     assert steps(tmp_path) == [1, 2]
     assert step_at(tmp_path, "best") == 1
-    assert newest_valid(tmp_path.parent) is None  # only looks into checkpoints/
+    assert newest_valid(store_of(tmp_path.parent)) is None  # only looks into checkpoints/
     assert steps(tmp_path / "aside") == [2, 3]
     verify(tmp_path / "aside" / "step-00000003")
-    CheckpointWriter(tmp_path, CheckpointConfig(), step=0)  # a new run in the same folder
+    open_writer(tmp_path, step=0)  # a new run in the same folder
     assert [p.name for p in tmp_path.iterdir()] == ["aside"]
 
 
@@ -234,138 +237,137 @@ def test_same_step_again_replaces(tmp_path: Path) -> None:
 
 # --- what survives ------------------------------------------------------------------------------
 
-KILLED = """
-import os, sys
-import omegaconf, safetensors.torch  # once, not in every child
-from pathlib import Path
-import torch
-from trainer.checkpoint import writer as writer_module
-from trainer.config import CheckpointConfig
 
-def snapshot(step):
-    return writer_module.Snapshot(step, {"w": torch.full((3,), float(step))}, {"step": step}, {}, 1)
-
-def save_until(moment, folder):
-    calls = 0
-
-    def deadly(function):
-        def wrapped(*args, **kwargs):
-            nonlocal calls
-            calls += 1
-            if calls == moment:
-                os._exit(9)
-            return function(*args, **kwargs)
-        return wrapped
-
-    os.fsync = lambda descriptor: None  # what a killed process wrote is there without it
-    config = CheckpointConfig(keep=1, asynchronous=False)
-    writer = writer_module.CheckpointWriter(folder, config)
-    writer.save(snapshot(1))
-    for owner, name in [
-        (os, "fsync"), (Path, "rename"), (Path, "replace"), (Path, "symlink_to"), (Path, "mkdir"),
-        (Path, "write_text"), (torch, "save"), (writer_module, "write_weights"),
-        (writer_module, "_write_config"), (writer_module.shutil, "rmtree"), (os, "unlink"),
-    ]:
-        setattr(owner, name, deadly(getattr(owner, name)))
-    for again in range(2):  # a new step, then the same one again
-        writer.save(snapshot(2))
-    print(calls, flush=True)
-    os._exit(0)
-
-moment, code = 0, 9
-while code == 9:  # one interpreter, and a fork per moment: cheap
-    moment += 1
-    pid = os.fork()
-    if pid == 0:
-        save_until(moment, Path(sys.argv[1]) / f"run-{moment}" / "checkpoints")
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-sys.exit(code)
-"""
-
-
-def test_killed_at_any_moment(tmp_path: Path) -> None:
-    """Ends the writer before each of its file operations, in a child forked for each."""
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, tmp_path], capture_output=True, text=True, timeout=120
-    )
+def test_killed_at_any_call() -> None:
+    """Forks, so it has an interpreter without threads to itself."""
+    script = "from benchmarks.survival import kills; print(*kills(every=2))"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    runs = sorted(tmp_path.glob("run-*"), key=lambda p: int(p.name[4:]))
-    assert len(runs) - 1 == int(done.stdout) > 20
-    seen = set()
-    for run in runs:
-        path = newest_valid(run)
-        assert path is not None, run
-        step = read_state(path)["step"]
-        seen.add(step)
-        module = nn.ParameterDict({"w": torch.zeros(3)})
-        load_weights(module, path)
-        assert module["w"].tolist() == [float(step)] * 3
-        # The next start cleans up.
-        writer = CheckpointWriter(run / "checkpoints", CheckpointConfig())
-        assert writer.last == run / "checkpoints" / f"step-{step:08d}"
-        names = {p.name for p in (run / "checkpoints").iterdir()}
-        assert names <= {"best", "last", "step-00000001", "step-00000002"}
-    assert seen == {1, 2}
+    assert set(done.stdout.split()) == {"True"}
+    assert len(done.stdout.split()) > 30
 
 
-def test_hostile_pickle_is_refused(tmp_path: Path) -> None:
-    class Hostile:
-        def __reduce__(self) -> Any:
-            return os.mkdir, (str(tmp_path / "owned"),)
+@pytest.mark.parametrize("luck", [0.0, 0.5])
+def test_a_power_failure_at_any_call(luck: float) -> None:
+    held = list(survival.power_failures((luck,)))
+    assert all(held)
+    assert len(held) > 60
 
-    write(tmp_path, snapshot(1))
-    path = tmp_path / "step-00000001"
-    torch.save(Hostile(), path / "state.pt")
-    facts = json.loads((path / "manifest.json").read_text())
-    del facts["sha256"]
-    facts["files"]["state.pt"] = writer_module.seal(path / "state.pt")
-    (path / "manifest.json").write_text(writer_module.manifest_text(facts))
-    verify(path)
-    with pytest.raises(ValueError, match="cannot be read as tensors and plain values"):
-        read_state(path)
-    assert not (tmp_path / "owned").exists()
+
+@pytest.mark.parametrize(("error", "lasting"), [(errno.ENOSPC, True), (errno.EIO, False)])
+def test_an_error_at_any_call(error: int, lasting: bool) -> None:
+    held = list(survival.failures(error, lasting, every=3))
+    assert all(held)
+    assert len(held) > 20
+
+
+def full_disk(folder: Path, is_full: threading.Event) -> Any:
+    def before(name: str, args: tuple[Any, ...]) -> None:
+        if name == "write" and is_full.is_set():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return interfering(folder, before)
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool) -> None:
-    writer = CheckpointWriter(tmp_path, CheckpointConfig(asynchronous=asynchronous))
-    writer.save(snapshot(1))
-    writer.close()
-    writer = CheckpointWriter(tmp_path, CheckpointConfig(asynchronous=asynchronous))
-
-    def full(path: Path) -> None:
-        raise OSError(28, "No space left on device", str(path))
-
-    def save_and_wait() -> None:
-        writer.save(snapshot(2))
+def test_a_full_disk_stops_the_run_and_is_named(tmp_path: Path, asynchronous: bool) -> None:
+    is_full = threading.Event()
+    writer = open_writer(tmp_path, asynchronous=asynchronous)
+    with full_disk(tmp_path, is_full):
+        writer.save(snapshot(1))
         writer.close()
+        writer = open_writer(tmp_path, asynchronous=asynchronous)
+        is_full.set()
+        words = (
+            r"checkpoint of step 2 to .* failed: No space left on device \(.*model.safetensors\)"
+        )
+        with pytest.raises(OSError, match=words):  # noqa: PT012
+            writer.save(snapshot(2))
+            writer.close()
+        assert writer.last == tmp_path / "step-00000001"
+        verify(tmp_path / "step-00000001")
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "last", "step-00000001"]
+        is_full.clear()
+        writer = open_writer(tmp_path, asynchronous=asynchronous)
+        writer.save(snapshot(2))  # and when there is room again, it goes on
+        writer.close()
+        assert writer.last == tmp_path / "step-00000002"
 
-    with monkeypatch.context() as patch:
-        patch.setattr(manifest, "fsync", full)
-        with pytest.raises(OSError, match=r"checkpoint of step 2 to .* failed .*No space left"):
-            save_and_wait()
-    assert writer.last == tmp_path / "step-00000001"
-    verify(tmp_path / "step-00000001")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "last", "step-00000001"]
-    writer = CheckpointWriter(tmp_path, CheckpointConfig(asynchronous=asynchronous))
-    writer.save(snapshot(2))  # and when there is room again, it goes on
+
+def test_with_warn_the_training_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    is_full = threading.Event()
+    writer = open_writer(tmp_path, on_error="warn")
+    with full_disk(tmp_path, is_full):
+        for step, metric in enumerate([3.0, 0.1, 0.2, 2.0], start=1):
+            (is_full.set if step in (2, 3) else is_full.clear)()
+            writer.save(snapshot(step, metric))
+            assert writer._pending is not None
+            writer._pending.result(timeout=10)
+            assert writer.failed == (step in (2, 3))
+            assert writer.has(step)
+            completed = [path.name for path in writer.finished()]
+            assert completed == ([] if step in (2, 3) else [f"step-{step:08d}"])
+            assert not writer.failed
     writer.close()
-    assert writer.last == tmp_path / "step-00000002"
+    first, second = capsys.readouterr().err.splitlines()
+    assert "WARNING: saving the checkpoint of step 2" in first
+    assert "No space left on device" in second
+    assert second.endswith("the ones before it are untouched; training goes on")
+    assert steps(tmp_path) == [1, 4]
+    assert (step_at(tmp_path, "best"), step_at(tmp_path, "last")) == (4, 4)
+    assert not writer.has(3)
 
 
-def test_error_of_the_thread_comes_up_once(tmp_path: Path) -> None:
-    writer = CheckpointWriter(tmp_path / "checkpoints", CheckpointConfig())
+def test_an_error_of_the_thread_comes_up_once(tmp_path: Path) -> None:
+    writer = open_writer(tmp_path / "checkpoints")
     shutil.rmtree(tmp_path / "checkpoints")  # a mount that vanished
     writer.save(snapshot(1))
     assert writer._pending is not None
     writer._pending.exception(timeout=10)
-    with pytest.raises(OSError, match=r"checkpoint of step 1 to .* failed"):
+    assert writer.failed
+    with pytest.raises(OSError, match=r"checkpoint of step 1 to .* failed: No such file"):
         writer.finished()
+    assert not writer.failed
     assert writer.finished() == []
     writer.close()
 
 
 def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file, not a folder")
-    with pytest.raises(ValueError, match="set run_dir to a folder that can be written"):
-        CheckpointWriter(tmp_path / "run" / "checkpoints", CheckpointConfig())
+    with pytest.raises(ValueError, match=r"Not a directory.*set run_dir to a folder that can be"):
+        open_writer(tmp_path / "run" / "checkpoints")
+
+
+def test_the_older_ones_stay_until_the_new_one_has_been_read_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a disk that damages what it takes."""
+    write(tmp_path, snapshot(1, state={"n": 1}), keep=1)
+    fsync_folder = store.fsync_folder
+
+    def damaging(folder: Path) -> None:
+        fsync_folder(folder)
+        if folder.name.startswith(".tmp-step"):
+            damage(folder / "state.pt", "flip", random.Random(0))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "fsync_folder", damaging)
+        for step in (2, 1):  # the same step again: the first one comes back
+            with pytest.raises(OSError, match=r"failed: read back, .*state\.pt is damaged"):
+                write(tmp_path, snapshot(step, state={"n": 2}), keep=1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "last", "step-00000001"]
+    assert read_state(tmp_path / "step-00000001") == {"n": 1}
+
+
+def test_checkpoints_that_somebody_has_removed_do_not_count(tmp_path: Path) -> None:
+    writer = open_writer(tmp_path, keep=2)
+    for step, metric in enumerate([0.1, 0.5, 0.4], start=1):
+        writer.save(snapshot(step, metric))
+        writer.finished()
+    writer._collect(wait=True)
+    shutil.rmtree(tmp_path / "step-00000001")  # the best one
+    writer.save(snapshot(4, 0.6))
+    writer.close()
+    assert steps(tmp_path) == [3, 4]
+    assert step_at(tmp_path, "best") == 3

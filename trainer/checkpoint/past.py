@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainer import attempt
 from trainer.checkpoint import manifest
+from trainer.checkpoint.finding import find, newest_valid, run_place, store_of
 from trainer.checkpoint.writer import read_state
 from trainer.config import TrainerConfig
 
@@ -45,20 +47,29 @@ class Past(NamedTuple):
 
 
 def read_past(config: TrainerConfig, run_dir: Path) -> Past | None:
-    """Read the checkpoint that ``resume`` names, if there is one, and print which one it is.
+    """Read the checkpoint that a run goes on from, if there is one, and print which one it is.
+
+    It is the newest one that this launch has written, if it was started again or requeued; else the
+    one that ``resume`` names.
 
     Raises:
         ValueError: If it is not there or damaged.
     """
+    own, run = attempt.current(), run_place(config, run_dir)
+    path = newest_valid(store_of(run), own.launch) if own.is_restart else None
+    if path is not None:
+        print(f"restarting from {path}", flush=True)
+        return Past(path, read_state(path), is_own=True)
     if config.resume is None:
         return None
     if config.resume == "auto":
-        path = manifest.newest_valid(run_dir)
+        path = newest_valid(store_of(run))
         if path is None:
             print("resuming from nothing: there is no checkpoint yet", flush=True)
             return None
     else:
-        path = manifest.find(run_dir, config.resume, of_run="last")
+        path = find(run, config.resume, of_run="last")
+        manifest.refuse_damaged(path)
     ignored = "" if config.init_from is None else f", not init_from={config.init_from}"
     print(f"resuming from {path}{ignored}", flush=True)
     folder = (run_dir / manifest.FOLDER).resolve()

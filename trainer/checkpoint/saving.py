@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -11,7 +12,6 @@ import torch
 from torch import nn
 
 from trainer import distributed
-from trainer.checkpoint import manifest
 from trainer.checkpoint.changes import (
     Description,
     changed_parts,
@@ -23,10 +23,14 @@ from trainer.checkpoint.changes import (
     notes_on_cut,
     refuse,
 )
+from trainer.checkpoint.finding import find, run_place, store_of
 from trainer.checkpoint.optimizer_state import take_over
 from trainer.checkpoint.past import Past
+from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.weights import load_weights
-from trainer.checkpoint.writer import CheckpointWriter, Snapshot
+from trainer.checkpoint.writer import CheckpointWriter
+from trainer.guard import no_collectives
+from trainer.lock import locked
 from trainer.logbook import NotFiniteError
 from trainer.messages import listed
 from trainer.optimization import Schedule
@@ -114,11 +118,19 @@ class Saver:
         shared: dict[str, Any] = past.state["shared"]
         return shared
 
-    def open(self) -> None:
-        """Get ready to write; checkpoints beyond the current step are set aside."""
-        if distributed.rank() == 0 and not self._config.fast_dev_run:
-            folder = self._view.run_dir / manifest.FOLDER
-            self._writer = CheckpointWriter(folder, self._config.checkpoint, self._view.step)
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Write to the run's folder, alone; checkpoints beyond the current step are set aside."""
+        if distributed.rank() > 0 or self._config.fast_dev_run:
+            yield
+            return
+        with locked(self._view.run_dir):
+            store = store_of(run_place(self._config, self._view.run_dir))
+            self._writer = CheckpointWriter(store, self._config.checkpoint, self._view.step)
+            try:
+                yield
+            finally:
+                self.close()
 
     def save(self, shared: Mapping[str, Any]) -> None:
         """Start writing a checkpoint of this step, unless there is one that knows as much.
@@ -137,30 +149,37 @@ class Saver:
         check_finite(task, self._view.step)
         if self._writer is None:
             return
-        metric = self._monitored()
         now = self._now()
-        if self._written == now:
+        if self._written == now and self._writer.has(self._view.step):
             return
         self._written = now
         counts = lambda_counts(self._schedule.setup.scheduler)
-        state = {
-            "optimizer": self._optimizer.state_dict(),
-            "schedule": self._schedule.state_dict(),
-            **{name: part.state_dict() for name, part in self._parts.items()},
-            "trained": [name for name, p in task.named_parameters() if p.requires_grad],
-            "shared": shared,
-            "experiment": {**self._described(counts), "counts": counts},
-        }
+        with no_collectives("the saving of a checkpoint"):
+            weights = task.state_dict()
+            state = {
+                "optimizer": self._optimizer.state_dict(),
+                "schedule": self._schedule.state_dict(),
+                **{name: part.state_dict() for name, part in self._parts.items()},
+                "trained": [name for name, p in task.named_parameters() if p.requires_grad],
+                "shared": shared,
+                "experiment": {**self._described(counts), "counts": counts},
+            }
         self._writer.save(
             Snapshot(
                 step=self._view.step,
-                weights=task.state_dict(),
+                weights=weights,
                 state=state,
                 config=self._run_config,
                 world_size=distributed.world_size(),
-                metric=metric,
+                metric=self._view.measured_now(self._config.checkpoint.monitor or "val/loss"),
             )
         )
+        self._refuse_slip()  # now that the work is saved
+
+    @property
+    def failed(self) -> bool:
+        """Whether a checkpoint was not written; `completed` then raises, or says so."""
+        return self._writer is not None and self._writer.failed
 
     def check_monitor(self) -> None:
         """At the end, refuse a ``checkpoint.monitor`` that was never measured."""
@@ -183,7 +202,8 @@ class Saver:
             self._writer.close()
 
     def _load_other_weights(self) -> None:
-        path = manifest.find(self._view.run_dir, str(self._config.init_from))
+        run = run_place(self._config, self._view.run_dir)
+        path = find(run, str(self._config.init_from))
         load_weights(self._session.task, path)
         print(f"new run from the weights in {path}", flush=True)
 
@@ -239,19 +259,19 @@ class Saver:
         clock = self._parts["train_state"].state_dict()
         return {name: value for name, value in clock.items() if name != "time_s"}
 
-    def _monitored(self) -> float | None:
-        """Return the metric that decides which checkpoint is best, if it was measured just now."""
+    def _refuse_slip(self) -> None:
+        """Refuse a ``checkpoint.monitor`` whose event came without it."""
         monitor, measured = self._config.checkpoint.monitor, self._view.metrics
         if monitor is not None and monitor not in measured:
             kind = monitor.split("/")[0] + "/"
-            if any(name.startswith(kind) for name in measured):  # its event came without it
+            if any(name.startswith(kind) for name in measured):
                 self._explain_monitor(monitor)
-        return self._view.measured_now(monitor or "val/loss")
 
     def _explain_monitor(self, monitor: str) -> NoReturn:
         raise ValueError(
             f"checkpoint.monitor={monitor} is measured by nobody; there are: "
-            f"{', '.join(sorted(self._view.metrics)) or 'none'}"
+            f"{', '.join(sorted(self._view.metrics)) or 'none'}. What was trained is saved: set it "
+            f"right, and go on with resume={run_place(self._config, self._view.run_dir)}"
         )
 
 
@@ -272,6 +292,10 @@ def check_finite(task: nn.Module, step: int) -> None:
     Raises:
         NotFiniteError: Naming them; on every rank, for all ranks have the same weights.
     """
+    # A sum is finite only if all of its terms are; it takes one pass, and one look for all of them.
+    sums = [p.detach().sum().isfinite() for p in task.parameters()]
+    if not sums or bool(torch.stack(sums).all()):
+        return
     bad = [name for name, p in task.named_parameters() if not bool(p.isfinite().all())]
     if bad:
         raise NotFiniteError(

@@ -7,17 +7,37 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import torch
 from torch import nn
 
+from trainer.checkpoint.finding import local
 from trainer.checkpoint.manifest import CONFIG, WEIGHTS, verified
 from trainer.instantiate import build_node
 from trainer.messages import listed
 
 if TYPE_CHECKING:
     from trainer.task import TaskModule
+
+# Names of the types that every reader of safetensors knows.
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 class Differences(NamedTuple):
@@ -52,7 +72,7 @@ def load_weights(
         ValueError: If the file is missing or damaged; if ``strict`` and anything differs; if
             nothing fits.
     """
-    weights = _read_weights(Path(path))
+    weights = _read_weights(local(path))
     own = module.state_dict(keep_vars=True)
     _tie(weights, own)
     reshaped = [
@@ -92,6 +112,9 @@ def load_weights(
 def load_task(path: str | os.PathLike[str], **overrides: Any) -> TaskModule:
     """Build the task of a checkpoint from its config, with its weights.
 
+    This imports and calls what the config names, so do it with checkpoints whose origin you trust.
+    `load_weights` executes nothing.
+
     Args:
         path: A checkpoint folder.
         overrides: Arguments of the task's constructor that replace those in the config.
@@ -101,7 +124,8 @@ def load_task(path: str | os.PathLike[str], **overrides: Any) -> TaskModule:
     """
     from omegaconf import OmegaConf
 
-    node = OmegaConf.select(OmegaConf.load(verified(Path(path), CONFIG)), "task")
+    path = local(path)
+    node = OmegaConf.select(OmegaConf.load(verified(path, CONFIG)), "task")
     if node is None or "_target_" not in node:
         raise ValueError(
             f"{path} cannot build its task: its {CONFIG} has no task._target_ (the run was started "
@@ -119,44 +143,43 @@ def memory(tensor: torch.Tensor) -> Any:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def write_weights(path: Path, weights: Mapping[str, Any]) -> None:
-    """Write a ``state_dict`` as safetensors; an object that appears twice is stored once."""
-    from safetensors.torch import save_file
+def write_weights(file: BinaryIO, weights: Mapping[str, Any]) -> None:
+    """Write a ``state_dict`` as safetensors; an object that appears twice is stored once.
 
+    The file is the length of the header in 8 bytes (little-endian), the header, which is JSON, and
+    the tensors without a gap (https://github.com/huggingface/safetensors, "Format"). The library
+    would write the header in a random order, and the whole file in one go, so that it could not be
+    hashed on the way.
+    """
     tensors: dict[str, torch.Tensor] = {}
     names: dict[int, str] = {}
     tied: dict[str, str] = {}
     plain: list[str] = []
     for name, value in weights.items():
-        if not isinstance(value, torch.Tensor):  # a module's extra state
-            buffer = io.BytesIO()
-            torch.save(value, buffer)
-            tensors[name] = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).clone()
-            plain.append(name)
-        elif id(value) in names:
+        if id(value) in names and isinstance(value, torch.Tensor):
             tied[name] = names[id(value)]
-        else:
+        elif isinstance(value, torch.Tensor) and value.dtype in _DTYPES:
             names[id(value)] = name
             tensors[name] = value
+        else:  # a module's extra state, or a tensor that the format does not know
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            tensors[name] = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+            plain.append(name)
+    # Large elements first, so that all are aligned.
+    tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
     metadata = {"format": "pt", "tied": json.dumps(tied), "extra_state": json.dumps(plain)}
-    save_file(tensors, path, metadata)
-    _sort_header(path)
-
-
-def _sort_header(path: Path) -> None:
-    """Put the header of a safetensors file in order: it is written in a random one.
-
-    The file starts with the length of the header in 8 bytes, little-endian; the header is JSON, and
-    may end with spaces (https://github.com/huggingface/safetensors, "Format").
-    """
-    with path.open("r+b") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-        text = json.dumps(header, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
-        sorted_header = text.encode().ljust(length)
-        assert len(sorted_header) == length
-        file.seek(8)
-        file.write(sorted_header)
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        shape, dtype = list(tensor.shape), _DTYPES[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for tensor in tensors.values():
+        file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _read_weights(path: Path) -> dict[str, Any]:
@@ -170,16 +193,26 @@ def _read_weights(path: Path) -> dict[str, Any]:
         file = verified(path, WEIGHTS)
     try:
         with safe_open(file, framework="pt") as opened:
-            names = opened.keys()
-            weights: dict[str, Any] = {name: opened.get_tensor(name) for name in names}
+            weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
             metadata = opened.metadata() or {}
     except SafetensorError as error:
         raise ValueError(f"{file} is damaged, or no safetensors file: {error}") from error
-    for name in json.loads(metadata.get("extra_state", "[]")):
-        weights[name] = read_torch(io.BytesIO(weights[name].numpy().tobytes()))
-    for name, same in json.loads(metadata.get("tied", "{}")).items():
-        weights[name] = weights[same]
-    return weights
+    return _decoded(weights, metadata, file)
+
+
+def _decoded(weights: dict[str, Any], metadata: Mapping[str, str], file: Path) -> dict[str, Any]:
+    """Bring back tied weights and extra state, as `write_weights` noted them in the metadata."""
+    try:
+        plain = json.loads(metadata.get("extra_state", "[]"))
+        tied = json.loads(metadata.get("tied", "{}"))
+        sources = {name: io.BytesIO(weights[name].numpy().tobytes()) for name in plain}
+        decoded = {
+            name: read_torch(source, f"{name} in {file}") for name, source in sources.items()
+        }
+        weights = {**weights, **decoded}
+        return weights | {name: weights[same] for name, same in tied.items()}
+    except (json.JSONDecodeError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{file} has metadata that it cannot have: {error!r}") from error
 
 
 def _tie(weights: dict[str, Any], own: Mapping[str, Any]) -> None:
@@ -191,18 +224,22 @@ def _tie(weights: dict[str, Any], own: Mapping[str, Any]) -> None:
             weights[name] = weights[known[place]]
 
 
-def read_torch(source: Path | io.BytesIO) -> Any:
+def read_torch(source: Path | BinaryIO, name: str | None = None) -> Any:
     """Read what ``torch.save`` wrote, on the CPU; tensors and plain values only.
 
-    Raises:
-        ValueError: If it is damaged or holds anything else.
-    """
-    from pickle import UnpicklingError
+    Args:
+        source: The file.
+        name: What to call it in the message; None for its path.
 
+    Raises:
+        ValueError: If it is damaged or holds anything else; nothing of it was executed.
+    """
     try:
         return torch.load(source, map_location="cpu", weights_only=True)
-    except (UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{source} cannot be read as tensors and plain values: {error}") from error
+    except Exception as error:  # what a hostile pickle makes of the reader is up to the pickle
+        raise ValueError(
+            f"{name or source} cannot be read as tensors and plain values: {error}"
+        ) from error
 
 
 def _shape(value: Any) -> str:
