@@ -13,17 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer import distributed
+from trainer import distributed, stopping
 from trainer.callbacks import Callback, default_callbacks
 from trainer.config import TrainerConfig
 from trainer.contract import check_contract
 from trainer.data.module import DataModule, as_data_module
 from trainer.determinism import deterministic_algorithms
+from trainer.guard import no_collectives
 from trainer.instantiate import instantiate_all
-from trainer.launcher import in_child, launch
+from trainer.launcher import in_child, launch, starts_ranks
 from trainer.loggers import Logger, default_loggers
 from trainer.notes import print_notes
 from trainer.run import FitResult
+from trainer.run_dir import choose_run_dir
 from trainer.seeding import seed_everything
 from trainer.session import Session
 from trainer.state import TrainState
@@ -93,12 +95,18 @@ class Trainer:
         Raises:
             ValueError: For a mistake in the task, the data or the options.
             NotFiniteError: A ValueError: the loss or a weight became NaN or infinite.
+            SystemExit: With code 143, after SIGTERM or SIGUSR1, when the run is saved.
+            KeyboardInterrupt: After Ctrl-C, when the run is saved; after a second one at once.
         """
         self.config.check_limits()
         module = as_data_module(data, train=train, val=val, test=test)
         result: FitResult = self._launch(self._fit, True, task, module, test_best)
         if result is not None:
             self._run_dir = result.run_dir
+            # A signal may have come too late to stop the run; it ends this process all the same.
+            number = stopping.received() or result.signal
+            if number is not None:
+                stopping.end_process(number, result.step, result.last_checkpoint)
         return result
 
     def validate(
@@ -201,9 +209,20 @@ class Trainer:
         self, job: Callable[..., Any], changes_weights: bool, task: TaskModule, *args: Any
     ) -> Any:
         """Run ``job(task, *args)`` on all ranks; afterwards ``task`` is as the ranks left it."""
-        check_contract(task, to_fit=job == self._fit)
+        is_fit = job == self._fit
+        check_contract(task, to_fit=is_fit)
+        if is_fit and starts_ranks(self.config):
+            # Here, so that ranks which are started again write to the same folder.
+            args = (*args, choose_run_dir(self.config))
         outcome = launch(
-            self._on_rank, job, changes_weights, task, *args, config=self.config, where=self._where
+            self._on_rank,
+            job,
+            changes_weights,
+            task,
+            *args,
+            config=self.config,
+            where=self._where,
+            can_stop=is_fit,
         )
         if outcome is None:
             return None
@@ -230,20 +249,37 @@ class Trainer:
     def _where(self) -> str:
         return f"step {self._state.step}"
 
-    def _fit(self, task: TaskModule, data: DataModule, test_best: bool) -> FitResult:
+    def _fit(
+        self, task: TaskModule, data: DataModule, test_best: bool, run_dir: Path | None = None
+    ) -> FitResult:
         # Built here, so that a logger knows nothing of ranks: only rank 0 has any.
         is_first = distributed.rank() == 0
-        callbacks = instantiate_all(
-            self._callbacks if is_first else False, Callback, "callbacks", default_callbacks
-        )
+        callback = self._callbacks if is_first else False
         logger = self._logger if is_first and not self.config.fast_dev_run else False
-        loggers = instantiate_all(logger, Logger, "logger", default_loggers)
+        with no_collectives("the making of callbacks and loggers"):
+            callbacks = instantiate_all(callback, Callback, "callbacks", default_callbacks)
+            loggers = instantiate_all(logger, Logger, "logger", default_loggers)
         session = Session(self.config, task, data)
         self._state = TrainState()
-        training = Training(session, self._state, callbacks, loggers, self.run_config, test_best)
+        training = Training(
+            session,
+            self._state,
+            callbacks,
+            loggers,
+            run_dir or choose_run_dir(self.config),
+            self.run_config,
+            test_best,
+        )
         print_notes(task, training.plan, self.config)
-        with training.open():
-            return training.run()
+        # A rank that was started here has noted signals from its start.
+        with nullcontext() if in_child() else stopping.noted(), training.open():
+            result = training.run()
+        if not in_child():
+            distributed.wait_for_first_rank()  # which may still write the last checkpoint
+            number = stopping.received() or result.signal
+            if number is not None and distributed.rank():  # only rank 0 has a result
+                stopping.end_process(number, result.step, result.last_checkpoint)
+        return result
 
     def _evaluate(
         self, task: TaskModule, data: DataModule, split: str, ckpt_path: str | Path | None

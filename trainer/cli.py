@@ -6,13 +6,13 @@ import functools
 import inspect
 import os
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.checkpoint import manifest
+from trainer.checkpoint.finding import find
 from trainer.composition import (
     HYDRA_VERSION,
     check_command_line,
@@ -20,8 +20,10 @@ from trainer.composition import (
     launched_rank,
     register_configs,
 )
-from trainer.failures import RankError, RemoteTraceback
+from trainer.failures import shown
 from trainer.instantiate import build_node
+from trainer.run_dir import folder_of
+from trainer.urls import is_url
 from trainer.verify.report import VerifyReport
 
 if TYPE_CHECKING:
@@ -166,15 +168,9 @@ def _job(main: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
             return main(cfg)
         except KeyboardInterrupt:
             can_go_on = cfg.get("mode", "fit") == "fit"
-            _end_interrupted(HydraConfig.get().runtime.output_dir if can_go_on else None)
+            _end_interrupted(_run_dir(cfg.get("trainer") or {}) if can_go_on else None)
         except Exception as error:
-            if isinstance(error.__cause__, RemoteTraceback):
-                print(error.__cause__.args[0], end="", file=sys.stderr)
-            elif isinstance(error, RankError):  # a rank was killed: no line of code did that
-                print(f"error: {error}", file=sys.stderr)
-            else:
-                frames = error.__traceback__ and error.__traceback__.tb_next
-                traceback.print_exception(type(error), error, frames)
+            print(shown(error), end="", file=sys.stderr)
             sys.exit(1)
 
     return job
@@ -183,7 +179,7 @@ def _job(main: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
 def _end_interrupted(run_dir: str | None = None) -> NoReturn:
     """End as after Ctrl-C; say how to go on with the run in ``run_dir``, if it has a checkpoint."""
     if _is_first():
-        found = run_dir is not None and manifest.step_folders(Path(run_dir) / manifest.FOLDER)
+        found = run_dir is not None and manifest.step_folders(folder_of(run_dir) / manifest.FOLDER)
         go_on = f"to go on: trainer.run_dir={run_dir} trainer.resume=auto"
         if run_dir is not None and not found:
             go_on = "there is no checkpoint yet to go on from"
@@ -201,7 +197,7 @@ def _find_weights(ckpt_path: str | None, run_dir: str | None) -> Path | None:
     if ckpt_path is None:
         print("weights: as the task is built (no ckpt_path)", flush=True)
         return None
-    path = manifest.find(Path(run_dir or "."), ckpt_path)
+    path = find(run_dir or ".", ckpt_path)
     step = f", step {manifest.read_manifest(path)['step']}" if path.is_dir() else ""
     print(f"weights: {path}{step}", flush=True)
     return path
@@ -218,7 +214,7 @@ def _nodes(cfg: DictConfig, key: str) -> Any:
 
 
 def _run_dir(options: Mapping[str, Any]) -> str | None:
-    """Return the given folder, else Hydra's; None if neither exists on this rank."""
+    """Return the given folder or url, else Hydra's folder; None if this rank has neither."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -229,8 +225,10 @@ def _run_dir(options: Mapping[str, Any]) -> str | None:
     if given is not None and hydra.mode == RunMode.MULTIRUN:
         raise ValueError(
             f"trainer.run_dir={given} with --multirun: every job would write there; set "
-            f"hydra.sweep.dir={given}, which gives each job a folder of its own below it"
+            "hydra.sweep.dir to a folder, below which each job gets one of its own"
         )
+    if is_url(given):
+        return given
     return None if launched_rank(options) else str(hydra.runtime.output_dir)
 
 
@@ -238,7 +236,7 @@ def _keep(predictions: Any, run_dir: str | None) -> Any:
     if predictions is not None and run_dir is not None:
         import torch
 
-        path = Path(run_dir) / "predictions.pt"
+        path = folder_of(run_dir) / "predictions.pt"
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(predictions, path)
         print(f"predictions: {path}")

@@ -20,8 +20,9 @@ from trainer import migration
 from trainer.config import TrainerConfig
 from trainer.instantiate import check_targets
 from trainer.launcher import find_launcher
+from trainer.lock import check_free
 from trainer.options import option_fields
-from trainer.run_dir import check_resume, check_writable, slurm_run_dir
+from trainer.run_dir import check_resume, check_writable, folder_of, slurm_run_dir
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -165,8 +166,10 @@ def check_command_line(
             node = cfg.get(key)
             raw = OmegaConf.is_config(node)
             check_targets(OmegaConf.to_container(node, resolve=False) if raw else node, key)
-        check_writable(Path(options.get("run_dir") or "outputs"))
+        check_writable(options.get("run_dir") or slurm_run_dir() or "outputs")
         rank = launched_rank(options)
+        if cfg.get("mode") == "fit" and rank is None and not multirun:
+            check_free(Path(_hydra_run_dir(options.get("run_dir"))))
         if cfg.get("mode") == "verify":
             from trainer.verify.runs import check_can_start
 
@@ -332,7 +335,8 @@ def launched_rank(options: Mapping[str, Any]) -> int | None:
 
 
 def _hydra_run_dir(given: str | None) -> str:
-    return given or slurm_run_dir() or time.strftime("outputs/%Y-%m-%d/%H-%M-%S")
+    run_dir = given or slurm_run_dir() or time.strftime("outputs/%Y-%m-%d/%H-%M-%S")
+    return str(folder_of(run_dir))
 
 
 def _hydra_dir(mode: str) -> str:

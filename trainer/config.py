@@ -46,6 +46,12 @@ class CheckpointConfig:
     asynchronous: bool = option(
         True, "Write beside the training; it stands still only while the state is copied."
     )
+    on_error: str = option(
+        "stop",
+        "What happens when a checkpoint cannot be written (full disk, lost mount): `stop` the run "
+        "at the next step, or `warn`, train on, and try again when the next one is due.",
+        choices=("stop", "warn"),
+    )
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="checkpoint.")
@@ -203,7 +209,8 @@ class TrainerConfig:
     )
     resume: str | None = option(
         None,
-        "Go on from a checkpoint: a path, or `auto` for the newest valid one of this `run_dir`.",
+        "Go on from a checkpoint: a path or a url, or `auto` for the newest valid one of this "
+        "`run_dir`. A requeued SLURM job goes on from its own in any case.",
     )
     accept_changes: list[str] = option(  # noqa: RUF009
         [],
@@ -213,10 +220,28 @@ class TrainerConfig:
     )
     init_from: str | None = option(
         None,
-        "Start a new run from these weights: a checkpoint or a `.safetensors` file. A checkpoint "
+        "Start a new run from these weights: a checkpoint or a `.safetensors` file, or the url of "
+        "one. A checkpoint "
         "that `resume` finds comes first.",
     )
-    timeout_s: float = option(300.0, "The longest that a collective may wait.", above=0)
+    timeout_s: float = option(
+        300.0,
+        "The longest, in seconds, that a rank may stay in one phase of a step (loading a batch, "
+        "forward, saving, ...) and that a collective may wait; then the run ends and says why.",
+        above=0,
+    )
+    start_timeout_s: float | None = option(
+        None,
+        "The same until the first step is done (datasets are read, kernels are compiled); null: "
+        "twice `timeout_s`.",
+        above=0,
+    )
+    max_restarts: int = option(
+        0,
+        "How often ranks that fail are all started again, from the newest checkpoint of the run. "
+        "Under torchrun, its `--max-restarts` counts.",
+        at_least=0,
+    )
     num_threads: int | str = option(
         "auto",
         "CPU threads per rank; `auto`: the machine's cores shared between its ranks.",
@@ -226,7 +251,9 @@ class TrainerConfig:
     run_dir: str | None = option(
         None,
         "The folder for everything a run writes. null: Hydra's output folder, else "
-        "`runs/<time>`; under SLURM `runs/<job name>-<job id>`.",
+        "`runs/<time>`; under SLURM `runs/<job name>-<job id>`. Or a url for its checkpoints "
+        "(`s3://bucket/run`: any that fsspec knows); the other files are then in "
+        "`runs/s3/bucket/run`.",
     )
 
     def __post_init__(self) -> None:
@@ -260,6 +287,11 @@ class TrainerConfig:
     def validates(self) -> bool:
         """Whether a fit validates at all, given the data."""
         return bool(self.validate_every_n_steps or self.validate_every_n_epochs)
+
+    @property
+    def timeouts_s(self) -> tuple[float, float]:
+        """``timeout_s``, and ``start_timeout_s`` in seconds."""
+        return self.timeout_s, self.start_timeout_s or 2 * self.timeout_s
 
     def check_limits(self) -> None:
         """Refuse to fit without an end.

@@ -6,25 +6,43 @@ be taken down and set up again at a step boundary.
 
 from __future__ import annotations
 
+import functools
 import gc
+import math
 import os
 import pickle
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import (
+    _get_default_store,
+    _set_pg_timeout,
+    _world,
+)
 
 from trainer.failures import Failure
+from trainer.guard import no_collectives
+from trainer.watch import Phase, watch
 
 T = TypeVar("T")
 
+# How much longer a collective waits than a rank may stay in one phase: whoever watches the phases
+# speaks first, and can tell who was waited for.
+_BACKSTOP_S = 10.0
+
+_timeout_s = math.inf  # what `shorten_timeouts` goes down to
+
 _runs_per_machine = 0  # calls of run_once_per_machine: the same number on every rank
+_waits = 0  # calls of wait_for_first_rank, likewise
 
 
 def is_initialized() -> bool:
@@ -94,7 +112,9 @@ def backends(kind: str) -> str:
     return "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
 
 
-def setup(store: Store, rank: int, world_size: int, kind: str, timeout_s: float) -> None:
+def setup(
+    store: Store, rank: int, world_size: int, kind: str, timeouts_s: tuple[float, float]
+) -> None:
     """Join the process group.
 
     Args:
@@ -103,23 +123,89 @@ def setup(store: Store, rank: int, world_size: int, kind: str, timeout_s: float)
             LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK and GROUP_WORLD_SIZE, as torchrun sets them.
         world_size: The number of ranks.
         kind: ``"cpu"`` or ``"cuda"``.
-        timeout_s: The longest that a collective may wait.
+        timeouts_s: For `set_timeouts`.
     """
     if sys.platform == "linux" and os.environ.get("GROUP_WORLD_SIZE") == "1":
         # The host's own name may lead to an address that does not answer.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    _fork_safely()
     device_id = None
     if kind == "cuda":
         device_id = _cuda_device(int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device_id)
+        # What NCCL would write into files of its own is in the report on a hang.
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    set_timeouts(timeouts_s)
     dist.init_process_group(
         backends(kind),
         store=store,
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=_collective_timeout(),
         device_id=device_id,
     )
+
+
+def new_group(backend: str | None = None) -> dist.ProcessGroup:
+    """Return a further group of all ranks, with the timeout of the first; every rank calls it."""
+    group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=_collective_timeout())
+    return group
+
+
+def set_timeouts(timeouts_s: tuple[float, float]) -> None:
+    """Limit how long this rank may stay in one phase, and a collective of any group may wait.
+
+    Args:
+        timeouts_s: The limits after `shorten_timeouts`, and until then.
+    """
+    global _timeout_s
+    _timeout_s, start_timeout_s = timeouts_s
+    _limit(start_timeout_s)
+
+
+def shorten_timeouts() -> None:
+    """Let nothing take longer than ``timeout_s`` from now on: the start is over."""
+    if watch.limit_s != _timeout_s:
+        _limit(_timeout_s)
+
+
+def _limit(seconds: float) -> None:
+    watch.limit_s = seconds
+    for group in list(_world.pg_map):
+        _set_pg_timeout(_collective_timeout(), group)
+
+
+def _collective_timeout() -> timedelta:
+    return timedelta(seconds=watch.limit_s + _BACKSTOP_S)
+
+
+@functools.cache
+def _fork_safely() -> None:
+    """Have every later fork of this process wait for a moment in which its other threads rest.
+
+    Gloo's threads free tensors, for which they become threads of Python for an instant, under a
+    lock of the interpreter's. A process forked in that instant (a loader worker) waits for the lock
+    for ever; Python 3.12 makes the lock anew in the child.
+    """
+    if sys.platform == "linux" and sys.version_info < (3, 12):
+        os.register_at_fork(before=_wait_for_rest)
+
+
+def _wait_for_rest(at_most_s: float = 0.1) -> None:
+    deadline = time.monotonic() + at_most_s  # a thread may have long work of another kind
+    while _others_run() and time.monotonic() < deadline:
+        time.sleep(0.0005)
+
+
+def _others_run() -> bool:
+    """Whether another thread of this process runs, or is about to."""
+    own = threading.get_native_id()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it ended just now
+            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+            if state == "R" and int(task.name) != own:
+                return True
+    return False
 
 
 def teardown() -> None:
@@ -143,34 +229,52 @@ def run_once_per_machine(fn: Callable[[], object], timeout_s: float) -> None:
         TimeoutError: If a machine is not done in time.
     """
     if world_size() == 1:
-        fn()
+        with watch.excused(Phase.PREPARING):
+            fn()
         return
     global _runs_per_machine
     _runs_per_machine += 1
     store = PrefixStore(f"once/{_runs_per_machine}", _get_default_store())
     machines = [str(first) for first in first_ranks()]
-    if local_rank() == 0:
-        failure: Failure | None = None
-        try:
-            fn()
-        except BaseException as error:
-            failure = Failure.of(error, rank(), "in work that runs once per machine")
-            raise
-        finally:
-            store.set(str(rank()), pickle.dumps(failure))  # type: ignore[arg-type]
-    deadline = time.monotonic() + timeout_s
-    while not store.check(machines):
-        if time.monotonic() > deadline:
-            late = ", ".join(name for name in machines if not store.check([name]))
-            raise TimeoutError(
-                f"rank {late} was not done after {timeout_s:g} s with work that runs once per "
-                "machine"
-            )
-        time.sleep(0.05)
+    with watch.excused(Phase.PREPARING):
+        if local_rank() == 0:
+            failure: Failure | None = None
+            try:
+                with no_collectives("work that is done once per machine"):
+                    fn()
+            except BaseException as error:
+                failure = Failure.of(error, rank(), "in work that runs once per machine")
+                raise
+            finally:
+                store.set(str(rank()), pickle.dumps(failure))  # type: ignore[arg-type]
+        deadline = time.monotonic() + timeout_s
+        while not store.check(machines):
+            if time.monotonic() > deadline:
+                late = ", ".join(name for name in machines if not store.check([name]))
+                raise TimeoutError(
+                    f"rank {late} was not done after {timeout_s:g} s with work that runs once per "
+                    "machine"
+                )
+            time.sleep(0.05)
     for name in machines:
         failure_there: Failure | None = pickle.loads(store.get(name))
         if failure_there is not None:
             raise failure_there.error()
+
+
+def wait_for_first_rank() -> None:
+    """Wait until rank 0 has come here too; no collective, so it may take long."""
+    if world_size() == 1:
+        return
+    global _waits
+    _waits += 1
+    store, name = _get_default_store(), f"first rank {_waits}"
+    watch.limit_s = math.inf
+    watch.enter(Phase.DONE)
+    if rank() == 0:
+        store.set(name, "")
+    else:
+        store.wait([name], timedelta(days=365))
 
 
 def on_first_rank(fn: Callable[[], T]) -> T:
@@ -184,7 +288,8 @@ def on_first_rank(fn: Callable[[], T]) -> T:
     failure: Failure | None = None
     if rank() == 0:
         try:
-            value = fn()
+            with no_collectives("work on behalf of all ranks"):
+                value = fn()
         except Exception as error:
             failure = Failure.of(error, 0, "in work on behalf of all ranks")
             broadcast_object((None, failure))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainer import distributed, metrics
+from trainer import distributed, metrics, stopping
 from trainer.contract import weigh
 from trainer.data.loading import Batches
 from trainer.global_loss import TaskLoss
@@ -22,6 +22,7 @@ from trainer.precision import Precision
 from trainer.seeding import Stream, seed_generators, stream_key
 from trainer.task import TaskModule, WeightedLoss
 from trainer.trees import has_rows, joined, to_device
+from trainer.watch import Phase, watch
 
 
 class EvaluationSet(NamedTuple):
@@ -38,6 +39,7 @@ def evaluate(
     precision: Precision,
     device: torch.device,
     seed: int,
+    can_stop: bool,
 ) -> dict[str, float]:
     """Return the loss, the logged values and the metrics of every set, over all ranks.
 
@@ -50,6 +52,10 @@ def evaluate(
         precision: For autocast.
         device: Where ``task`` is.
         seed: Seed of the run.
+        can_stop: Whether a signal may cut it short.
+
+    Raises:
+        Stop: On every rank, if one did.
     """
     values: dict[str, float] = {}
     distributed.share_buffers(task)
@@ -59,7 +65,7 @@ def evaluate(
         with evaluating(task, split, logbook):
             number = 0
             task_loss = TaskLoss(task, logbook)
-            for micro in batches.epoch(0):
+            for micro in watch.loading(batches.epoch(0), then=Phase.VALIDATION):
                 batch, outputs = to_device(micro.batch, device), None
                 with precision.autocast():
                     if batch is not None:
@@ -84,6 +90,11 @@ def evaluate(
                     logbook.add_loss(value, weight, is_total=isinstance(loss, WeightedLoss))
                 if batch is not None:
                     metrics.update(task, set_metrics, outputs, batch, logbook.place)
+                if can_stop and stopping.all_know() and not task.global_loss:  # no collectives
+                    break
+            watch.enter(Phase.VALIDATION)
+            if can_stop:
+                stopping.check()
             found = metrics.merged(logbook.reduce(finite_loss=False), metrics.compute(set_metrics))
         values.update({f"{prefix}/{name}": value for name, value in found.items()})
     return values
@@ -112,7 +123,7 @@ def predict(
     distributed.share_buffers(task)
     mine: list[tuple[int, int, Any]] = []
     with evaluating(task, "predict", None):
-        for micro in batches.epoch(0):
+        for micro in watch.loading(batches.epoch(0), then=Phase.VALIDATION):
             if micro.batch is None:
                 continue
             seed_generators(stream_key(seed, Stream.EVALUATION_FORWARD, micro.position), device)

@@ -7,6 +7,7 @@ import re
 import signal
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch.distributed import DistNetworkError
 
@@ -25,10 +26,15 @@ class RankError(RuntimeError):
 
 
 class RemoteTraceback(Exception):  # noqa: N818 - shown as a cause, never raised
-    """The traceback of another process as text; the cause of the exception raised here."""
+    """The traceback of another process as text; the cause of the exception raised here.
 
-    def __init__(self, text: str) -> None:
+    Attributes:
+        is_mistake: Whether the exception tells the user of a mistake, as `is_mistake` says.
+    """
+
+    def __init__(self, text: str, is_mistake: bool = False) -> None:
         super().__init__(text)
+        self.is_mistake = is_mistake
 
     def __str__(self) -> str:
         return f'\n"""\n{self.args[0]}"""'
@@ -43,6 +49,7 @@ class Failure:
         secondary: Whether it only follows from another rank's failure.
         text: Who, where, and the traceback.
         message: Type and message in one line.
+        is_mistake: Whether it tells the user of a mistake.
         pickled: The exception itself; None where it cannot be pickled, or would end the caller
             (SystemExit, KeyboardInterrupt).
     """
@@ -51,6 +58,7 @@ class Failure:
     secondary: bool
     text: str
     message: str
+    is_mistake: bool
     pickled: bytes | None
 
     @classmethod
@@ -66,6 +74,7 @@ class Failure:
             secondary=follows_from_another(error),
             text=f"{place}:\n{trace[-_LIMIT:]}",
             message="".join(traceback.format_exception_only(type(error), error)).strip()[:_LIMIT],
+            is_mistake=is_mistake(error),
             pickled=_pickle(error) if isinstance(error, Exception) else None,
         )
 
@@ -76,7 +85,7 @@ class Failure:
             error = RankError(f"rank {self.rank}: {self.message}")
         else:
             error = pickle.loads(self.pickled)
-        error.__cause__ = RemoteTraceback(self.text)
+        error.__cause__ = RemoteTraceback(self.text, self.is_mistake)
         return error
 
 
@@ -90,6 +99,47 @@ def follows_from_another(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def is_mistake(error: BaseException) -> bool:
+    """Whether ``error`` is a `ValueError` by which this package tells the user of a mistake."""
+    if isinstance(error.__cause__, RemoteTraceback):
+        return error.__cause__.is_mistake
+    frames = traceback.extract_tb(error.__traceback__)
+    return (
+        isinstance(error, ValueError)
+        and bool(frames)
+        and Path(__file__).parent in Path(frames[-1].filename).parents
+    )
+
+
+def shown(error: Exception) -> str:
+    """Return what to show of an error: of a mistake, or a killed rank, no code."""
+    if not is_mistake(error):
+        if isinstance(error.__cause__, RemoteTraceback):
+            return str(error.__cause__.args[0])
+        if not isinstance(error, RankError):
+            frames = error.__traceback__ and error.__traceback__.tb_next  # without the caller's own
+            return "".join(traceback.format_exception(type(error), error, frames))
+    return f"error: {error}\n"
+
+
+def is_hopeless(error: Exception, before: Exception | None) -> bool:
+    """Whether ranks that failed with ``error``, and ``before`` that, would do so again.
+
+    It was no accident if the same exception came from the same place at the same step twice, or if
+    it tells of a mistake.
+    """
+    trace = error.__cause__
+    if not isinstance(trace, RemoteTraceback) or isinstance(error, RankError):
+        return False
+    if trace.is_mistake:
+        return True
+    return before is not None and _without_rank(shown(before)) == _without_rank(shown(error))
+
+
+def _without_rank(text: str) -> str:
+    return re.sub(r"^rank \d+", "", text)
 
 
 def death_of(rank: int, exitcode: int) -> RankError:
@@ -109,15 +159,15 @@ def death_of(rank: int, exitcode: int) -> RankError:
     return RankError(f"rank {rank} was killed by {name}{hint}")
 
 
-def unanswered(silent: set[int], timeout_s: float, told_by: Failure) -> Exception:
+def unanswered(silent: set[int], told_by: Failure) -> Exception:
     """Return the error where some ranks only tell of others, and the ``silent`` ones of nothing."""
     error = told_by.error()
     if not silent or not _TIMED_OUT.search(str(error)):
         return error
     ranks = ", ".join(map(str, sorted(silent)))
     named = RankError(
-        f"rank {ranks} did not answer within timeout_s={timeout_s:g} s: it hangs, or does work "
-        "that the other ranks do not wait for"
+        f"rank {ranks} did not answer in time: it hangs, or does work that the other ranks do not "
+        "wait for"
     )
     named.__cause__ = error.__cause__
     return named

@@ -95,18 +95,23 @@ class Logbook:
             self._loss_places.append((*self.place, self._num_samples))
         self._append("loss", value.detach() / weight if is_total else value, weight)
 
-    def reduce(self, *, finite_loss: bool = True) -> dict[str, float]:
+    def reduce(
+        self, *, finite_loss: bool = True, beside: torch.Tensor | None = None
+    ) -> dict[str, float]:
         """Return the mean of every name since the last call, over all ranks, and start anew.
 
         Must be called on every rank. Names without weight anywhere are left out.
 
         Args:
             finite_loss: Whether a NaN or infinite loss is an error.
+            beside: An int64 tensor to sum over the ranks on this occasion, in place; of the same
+                shape on every rank.
 
         Raises:
             NotFiniteError: If a loss was NaN or infinite; the message says where.
         """
-        means = {name: total / weight for name, (total, weight) in self._shared().items() if weight}
+        shared = self._shared(beside)
+        means = {name: total / weight for name, (total, weight) in shared.items() if weight}
         if finite_loss and not math.isfinite(means.get("loss", 0.0)):
             self._raise_not_finite()
         self._values.clear()
@@ -179,12 +184,12 @@ class Logbook:
             total, weight = total + ExactSum.of(products), weight + ExactSum.of(weights)
         return total, weight
 
-    def _shared(self) -> dict[str, tuple[ExactSum, ExactSum]]:
+    def _shared(self, beside: torch.Tensor | None = None) -> dict[str, tuple[ExactSum, ExactSum]]:
         """Add up the ranks' sums in one all-reduce; the ranks agree on its layout beforehand."""
         names = {*self._values, *self._stacks, *self._restored}
         sums = {name: self._sum(name) for name in names}
         unknown = sorted(names.difference(self._names))
-        header, *shared = self._added(sums, len(unknown))
+        header, *shared = self._added(sums, len(unknown), beside)
         if header:
             # Some rank has a name that the others may not have: exchange names, once.
             every = distributed.all_gather_object(unknown)
@@ -192,11 +197,21 @@ class Logbook:
             _, *shared = self._added(sums, 0)
         return dict(zip(self._names, zip(shared[::2], shared[1::2], strict=True), strict=True))
 
-    def _added(self, sums: dict[str, tuple[ExactSum, ExactSum]], unknown: int) -> list[ExactSum]:
+    def _added(
+        self,
+        sums: dict[str, tuple[ExactSum, ExactSum]],
+        unknown: int,
+        beside: torch.Tensor | None = None,
+    ) -> list[ExactSum]:
         nothing = (ExactSum(), ExactSum())
         own = [part for name in self._names for part in sums.get(name, nothing)]
         packed = pack([ExactSum(unknown), *own])  # a header and two sums per name
-        return unpack(distributed.all_reduce_sum(packed))
+        if beside is None:
+            return unpack(distributed.all_reduce_sum(packed))
+        together = torch.cat([packed.flatten(), beside.flatten()])
+        distributed.all_reduce_sum(together)
+        beside.copy_(together[packed.numel() :].view_as(beside))
+        return unpack(together[: packed.numel()].view_as(packed))
 
     def _first_not_finite(self) -> tuple[int, int, int] | None:
         if not self._loss_places:

@@ -10,3 +10,9 @@ def listed(names: Iterable[str], most: int = 8) -> str:
     names = list(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def counted(count: int, noun: str) -> str:
+    """Return "1 step", "20 steps" or "4 processes"."""
+    plural = f"{noun}es" if noun.endswith(("s", "ch")) else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else plural}"

@@ -1,4 +1,4 @@
-"""What a user should know about the way global batches are cut, where it matters for the task."""
+"""What a user should know, and is told where it matters for the task."""
 
 from __future__ import annotations
 
@@ -19,6 +19,15 @@ def print_notes(task: nn.Module, plan: GlobalBatchPlan, config: TrainerConfig) -
     if distributed.rank() == 0:
         for note in notes_on_cut(task, plan, config, distributed.world_size()):
             print(f"note: {note}", flush=True)
+
+
+def note_untrained(step: int) -> None:
+    """Print, on rank 0, that no loss has had weight up to ``step``."""
+    if distributed.rank() == 0:
+        print(
+            f"note: nothing was trained in the first {step} steps: loss returned None (a forgotten "
+            "return?) or weight 0 for every micro-batch"
+        )
 
 
 def notes_on_cut(

@@ -6,13 +6,12 @@ work, and reports what failed; ``ranks.py`` is the other side.
 
 from __future__ import annotations
 
-import multiprocessing
+import math
 import os
 import pickle
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,15 +22,16 @@ from typing import Any, NoReturn
 
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
-from torch.multiprocessing import _prctl_pr_set_pdeathsig as _set_death_signal  # type: ignore[attr-defined]
 
-from trainer import distributed
+from trainer import attempt, children, distributed, stopping, watching
+from trainer.attempt import Attempt
 from trainer.failures import Failure, RankError
+from trainer.watch import Phase, watch
 
 LINGER_S = 1.0
 """How long a rank that lost its peers stays, so that the rank which really failed ends first."""
 
-HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+HANDLED_SIGNALS = (*stopping.STOP_SIGNALS, signal.SIGHUP)
 HOST = "127.0.0.1"
 
 _is_rank = False
@@ -45,28 +45,43 @@ class Group:
         world_size: The number of ranks.
         kind: ``"cpu"`` or ``"cuda"``.
         num_threads: Threads per rank; None leaves torch's own choice.
-        timeout_s: The longest that a collective may wait.
+        timeouts_s: The longest that a rank may stay in one phase, once it has done a step, and
+            before.
         port: Of the store, on this machine.
         parent: The process that starts the ranks.
         folder: For files that live no longer than the ranks.
+        can_stop: Whether they stop, saved, when a signal asks them to.
+        caller_listens: Whether the parent handles the signals that ask to stop.
+        attempt: Which start of the ranks this is.
     """
 
     world_size: int
     kind: str
     num_threads: int | None
-    timeout_s: float
+    timeouts_s: tuple[float, float]
     port: int = 0
     parent: int = 0
     folder: str = ""
+    can_stop: bool = False
+    caller_listens: bool = False
+    attempt: Attempt = Attempt()  # noqa: RUF009 - immutable
 
 
 @dataclass(frozen=True)
 class Work:
-    """What the ranks run: ``job(*args)``; ``where()`` says how far a failed one had come."""
+    """What the ranks run: ``job(*args)``.
+
+    Attributes:
+        job: The function.
+        args: Its arguments.
+        where: Says how far a failed rank had come.
+        can_stop: Whether the job saves and stops when a signal asks it to.
+    """
 
     job: Callable[..., Any]
     args: tuple[Any, ...]
     where: Callable[[], str]
+    can_stop: bool = False
 
 
 def in_child() -> bool:
@@ -105,13 +120,16 @@ def fresh_rank(path: str) -> NoReturn:
 
 def _run_rank(number: int, group: Group, load: Callable[[], Work]) -> None:
     store = TCPStore(HOST, group.port, is_master=False)  # to report, also while the group waits
+    asked = TCPStore(HOST, group.port, is_master=False)
+    watching.report_when_asked(number, Path(group.folder), asked)
     work = None
     try:
         work = load()
         if group.num_threads is not None:
             torch.set_num_threads(group.num_threads)
         group_store = PrefixStore("group", TCPStore(HOST, group.port, is_master=False))
-        distributed.setup(group_store, number, group.world_size, group.kind, group.timeout_s)
+        if group.world_size > 1:
+            distributed.setup(group_store, number, group.world_size, group.kind, group.timeouts_s)
         result = work.job(*work.args)
         if number == 0:
             try:
@@ -131,34 +149,21 @@ def _settle(group: Group) -> None:
     """Make this process a rank: it lives no longer than its parent and leaves Ctrl-C to it."""
     global _is_rank
     _is_rank = True
+    if os.getpgrp() != os.getpid():  # a fresh interpreter leads a group already
+        os.setsid()  # so that all that it starts can be found, and ended
     signal.set_wakeup_fd(-1)  # the parent's event loop, if it has one
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if group.can_stop:
+        stopping.note_in_rank(group.parent if group.caller_listens else None)
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
-    _die_with_parent(group.parent)
-    # Where this rank's loader workers keep their sockets; killed ones do not clean up.
-    multiprocessing.current_process()._config["tempdir"] = group.folder  # type: ignore[attr-defined]
-
-    # The same for processes that this rank forks (a loader's workers). The kernel looks at the
-    # thread that forked, so only the main thread's children, which end with the process, get it.
-    rank, forks_from_main = os.getpid(), False
-
-    def before() -> None:
-        nonlocal forks_from_main
-        forks_from_main = threading.current_thread() is threading.main_thread()
-
-    def after_in_child() -> None:
-        if forks_from_main and os.getppid() == rank:
-            _set_death_signal(signal.SIGKILL)
-
-    os.register_at_fork(before=before, after_in_child=after_in_child)
-
-
-def _die_with_parent(parent: int) -> None:
-    _set_death_signal(signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
+    attempt.enter(group.attempt)
+    children.die_with_parent()
+    if os.getppid() != group.parent:  # it died before the line above
         os._exit(1)
+    children.take_along(group.folder)
 
 
 def _fail(error: BaseException, number: int, work: Work | None, store: Store) -> NoReturn:
@@ -178,6 +183,8 @@ def _fail(error: BaseException, number: int, work: Work | None, store: Store) ->
 
 def _wait_for_all(store: Store, world_size: int) -> None:
     """Keep this rank's connections open until the slowest rank has finished its work."""
+    watch.limit_s = math.inf
+    watch.enter(Phase.DONE)
     if store.add("done", 1) == world_size:
         store.set("all done", "")
     store.wait(["all done"], timedelta(days=365))

@@ -40,7 +40,7 @@ switches one off (`callbacks.progress=null`), `+callbacks=none` all of them; \
 | `mode` | `fit` | {modes} |
 | `test` | `false` | after fit, test the best weights |
 | `ckpt_path` | `null` | the weights to validate, test or predict with: `best`, `last` (of \
-`trainer.run_dir`) or a path |
+`trainer.run_dir`), a path or a url |
 | `optimized_metric` | `null` | the metric that a sweeper gets |
 
 Keys of your own may stand beside these (`width: 64`, used as `${width}`). One that looks like a

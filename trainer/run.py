@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from signal import Signals
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import TrainerConfig
@@ -79,8 +80,12 @@ class Run(OnTheClock):
         return self.metrics[name] if self._measured_at.get(name) == self.step else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the latest metrics, and when each was measured."""
-        return {"metrics": dict(self.metrics), "measured_at": dict(self._measured_at)}
+        """Return the latest metrics, and when each was measured; how fast a run is, is not kept."""
+        kept = [name for name in self.metrics if not name.startswith("perf/")]
+        return {
+            "metrics": {name: self.metrics[name] for name in kept},
+            "measured_at": {name: self._measured_at[name] for name in kept},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what ``state_dict`` returned."""
@@ -114,6 +119,7 @@ class FitResult:
         last_checkpoint: The newest checkpoint, or None.
         best_checkpoint: The best one by the monitored metric, or None.
         stop_reason: Why the run ended.
+        signal: The signal that asked it to stop, or None.
     """
 
     step: int
@@ -124,9 +130,10 @@ class FitResult:
     last_checkpoint: Path | None = field(repr=False)
     best_checkpoint: Path | None = field(repr=False)
     stop_reason: str
+    signal: Signals | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, run: Run, stop_reason: str | None) -> FitResult:
+    def of(cls, run: Run, stop_reason: str | None, signal: Signals | None) -> FitResult:
         """Sum up a run that has ended."""
         return cls(
             step=run.step,
@@ -137,4 +144,5 @@ class FitResult:
             last_checkpoint=run.last_checkpoint,
             best_checkpoint=run.best_checkpoint,
             stop_reason=stop_reason or "",
+            signal=signal,
         )

@@ -9,14 +9,17 @@ import time
 from pathlib import Path
 
 from trainer import distributed
+from trainer.attempt import slurm_job
 from trainer.config import TrainerConfig
+from trainer.urls import check_protocol, is_url, local_folder
 
 
 def choose_run_dir(config: TrainerConfig) -> Path:
-    """Return the run's folder, made and writable; must be called on every rank.
+    """Return the run's folder on this machine, made and writable; must be called on every rank.
 
-    It is ``config.run_dir``; under SLURM ``runs/<job name>-<job id>``, which a requeued job finds
-    again; else ``runs/<time>``.
+    It is ``config.run_dir``, or ``runs/s3/bucket/run`` for ``s3://bucket/run``, which is printed;
+    under SLURM ``runs/<job name>-<job id>``, which a requeued job finds again; else
+    ``runs/<time>``.
 
     Raises:
         ValueError: If it cannot be written, or if ``resume=auto`` is asked of a new folder.
@@ -29,8 +32,14 @@ def choose_run_dir(config: TrainerConfig) -> Path:
 
 def slurm_run_dir() -> str | None:
     """Return the folder of the SLURM job that this process is part of, if there is one."""
-    job = os.environ.get("SLURM_JOB_ID")
-    return f"runs/{os.environ.get('SLURM_JOB_NAME', 'job')}-{job}" if job else None
+    job = slurm_job()
+    name = os.environ.get("SLURM_JOB_NAME", "job").replace("/", "_")
+    return f"runs/{name}-{job}" if job else None
+
+
+def folder_of(run_dir: str) -> Path:
+    """Return where the files of a run lie on this machine."""
+    return local_folder(run_dir) if is_url(run_dir) else Path(run_dir)
 
 
 def check_resume(config: TrainerConfig) -> None:
@@ -46,15 +55,23 @@ def check_resume(config: TrainerConfig) -> None:
         )
 
 
-def check_writable(folder: Path) -> None:
-    """Refuse a folder that cannot be made or written, without making it.
+def check_writable(run_dir: str) -> None:
+    """Refuse a folder or url that cannot be written, without making it.
 
     Raises:
         ValueError: Saying what stands in the way.
     """
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        raise _cannot_write(folder, f"{there} is not a folder that allows it")
+    if is_url(run_dir):
+        check_protocol(run_dir)
+    folder = folder_of(run_dir)
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        with tempfile.TemporaryFile(dir=there):  # permissions do not tell: /proc has them
+            pass
+    except NotADirectoryError:
+        raise _cannot_write(folder, f"{there} is not a folder") from None
+    except OSError as error:
+        raise _cannot_write(folder, str(error.strerror)) from None
 
 
 def set_aside(path: Path) -> None:
@@ -75,7 +92,10 @@ def _choose(config: TrainerConfig) -> Path:
     check_resume(config)
     of_job = slurm_run_dir()
     if config.run_dir is not None:
-        folder = Path(config.run_dir)
+        folder = folder_of(config.run_dir)
+        if is_url(config.run_dir):
+            check_protocol(config.run_dir)
+            print(f"checkpoints: {config.run_dir}; all other files: {folder}", flush=True)
     elif of_job is not None:
         folder = Path(of_job)
     else:

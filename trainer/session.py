@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler
 
 from trainer import distributed, metrics
 from trainer.checkpoint.changes import describe_data
-from trainer.checkpoint.manifest import find
+from trainer.checkpoint.finding import find, run_place
 from trainer.checkpoint.past import Past
 from trainer.checkpoint.weights import load_weights
 from trainer.config import DEFAULT_GLOBAL_BATCH_SIZE, TrainerConfig
@@ -40,6 +40,7 @@ class Session:
         device: This rank's device.
         precision: Autocast.
         data_order: What the order of the training samples follows from, in plain values.
+        can_stop: Whether a signal may cut an evaluation short; a fit makes up for it later.
     """
 
     def __init__(self, config: TrainerConfig, task: TaskModule, data: DataModule) -> None:
@@ -49,6 +50,7 @@ class Session:
         self.precision = Precision(config.precision, self.device)
         self._data = data
         self.data_order: dict[str, Any] = {}
+        self.can_stop = False
         self._found: dict[str, dict[str, Any]] = {}  # evaluation data by split, asked for once
         self._train_batch_size: int | None = None
         self._options = LoaderOptions(
@@ -189,7 +191,15 @@ class Session:
             split: ``val`` or ``test``.
             sets: What `evaluation_sets` returned.
         """
-        return evaluate(self.task, sets, split, self.precision, self.device, self.config.seed)
+        return evaluate(
+            self.task,
+            sets,
+            split,
+            self.precision,
+            self.device,
+            self.config.seed,
+            can_stop=self.can_stop,
+        )
 
     def evaluate_once(self, split: str, limit: int | None = None) -> dict[str, float]:
         """Return the metrics of ``val`` or ``test``, on every rank; the data is let go afterwards.
@@ -215,7 +225,8 @@ class Session:
 
     def load(self, run_dir: Path, which: str | Path) -> None:
         """Load a checkpoint's weights on rank 0 and share them with every rank."""
-        distributed.on_first_rank(lambda: load_weights(self.task, find(run_dir, which)))
+        run = run_place(self.config, run_dir)
+        distributed.on_first_rank(lambda: load_weights(self.task, find(run, which)))
         self.share_weights()
 
     def share_weights(self) -> None:

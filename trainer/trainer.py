@@ -8,33 +8,37 @@ part of each global batch. `Training` is one fit on one rank, and `Training.run`
 from __future__ import annotations
 
 import copy
+import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainer import distributed, metrics
+from trainer import distributed, metrics, stopping
 from trainer.callbacks import Callback
 from trainer.checkpoint.past import read_past
 from trainer.checkpoint.saving import Saver, Stateful, named
-from trainer.evaluation import evaluating
 from trainer.gradients import Gradients, trained_names
 from trainer.logbook import Logbook
 from trainer.loggers import Logger
 from trainer.lr_scaling import LRScaling
+from trainer.notes import note_untrained
+from trainer.observers import Observers
 from trainer.optimization import configure_optimizer
+from trainer.pace import Pace
 from trainer.precision import LossScaler
 from trainer.run import FitResult
-from trainer.run_dir import choose_run_dir
 from trainer.seeding import Stream, seed_generators, stream_key
 from trainer.session import Session
 from trainer.state import TrainState
 from trainer.step import StepModule
 from trainer.strategies import build_strategy
 from trainer.trees import to_device
+from trainer.watch import Phase, watch
 
 
 class Training:
@@ -50,6 +54,7 @@ class Training:
         state: TrainState,
         callbacks: Sequence[Callback],
         loggers: Sequence[Logger],
+        run_dir: Path,
         run_config: Mapping[str, Any],
         test_best: bool,
     ) -> None:
@@ -60,13 +65,14 @@ class Training:
             state: The clock, at 0; a resume sets it.
             callbacks: On rank 0; elsewhere none.
             loggers: On rank 0; elsewhere none.
+            run_dir: Where the run writes; the same on every rank.
             run_config: Goes into every checkpoint.
             test_best: Whether to test the best checkpoint at the end.
         """
         config, task = session.config, session.task
         self.session, self.config, self.task, self.state = session, config, task, state
-        self.callbacks, self.loggers = callbacks, loggers
-        self.run_dir = choose_run_dir(config)
+        session.can_stop = True
+        self.run_dir = run_dir
         self.strategy = build_strategy(config)
         self.batches, self.plan = session.train_batches(self.strategy)
         self.val_sets = session.evaluation_sets("val")
@@ -83,6 +89,7 @@ class Training:
             _state=state,
             _logbook=self.logbook,
         )
+        self.observers = Observers(self.view, callbacks, loggers)
         scaling = LRScaling.of(config, self.plan.global_batch_size)
         self.optimizer, self.schedule = configure_optimizer(task, scaling)
         self.schedule.check_monitor(bool(self.val_sets) and config.validates)
@@ -107,6 +114,7 @@ class Training:
         )
         self.trained: tuple[str, ...] | None = None
         self.stop_reason: str | None = None
+        self.signal: signal.Signals | None = None  # that asked to stop
         self.started = time.monotonic()
 
     @contextmanager
@@ -118,19 +126,16 @@ class Training:
         self.logbook.restore(shared.get("logbook", {}))
         metrics.restore(self.train_metrics, shared.get("metrics", {}))
         self.batches.load_state_dict(shared.get("batches", {}))
+        watch.step = self.state.step
+        self.agreement = stopping.Agreement(self.state.step)
         self.started = time.monotonic() - self.state.time_s
         with ExitStack() as stack:
             stack.callback(self.strategy.teardown)
             stack.callback(self.batches.close)
             for evaluated in (*self.val_sets.values(), *self.test_sets.values()):
                 stack.callback(evaluated.batches.close)
-            self.saver.open()
-            stack.callback(self.saver.close)
-            for logger in self.loggers:
-                stack.callback(logger.close)
-                logger.open(self.view)
-            for callback in self.callbacks:
-                stack.callback(callback.close)
+            stack.enter_context(self.saver.open())
+            stack.enter_context(self.observers.open())
             if self.config.detect_anomaly:
                 stack.enter_context(torch.autograd.set_detect_anomaly(True))
             yield
@@ -157,28 +162,30 @@ class Training:
                                                    TaskModule.on_validation_end,
                                                    Callback.on_validation_end, loggers
                     if due: save                   Callback.on_save, when it is on disk
-                    if requested by a callback: save, stop
+                    if requested by a callback or a signal: save, stop
             validate and save once more, unless just done; test the best
             Callback.on_fit_end
         """
         task, state, config, device = self.task, self.state, self.config, self.session.device
         precision, scaler = self.session.precision, self.scaler
-        with self.observed():
-            for callback in self.callbacks:
-                callback.on_fit_start(self.view)
+        self.observers.tell("on_fit_start")
         self.obey()
         if config.num_sanity_val_steps:
-            self.session.evaluate_once("val", config.num_sanity_val_steps)
-
+            with self.cut_short():
+                self.session.evaluate_once("val", config.num_sanity_val_steps)
+        if state.step:  # resumed: what a signal kept from being done at this step
+            self.after_step()
         self.stop_at_limit()
         while self.stop_reason is None:
+            watch.enter(Phase.EPOCH_START)
             self.seed_hook(Stream.EPOCH_START)
             task.on_epoch_start()
             self.wrap()
             if not state.step_in_epoch:  # else resumed in its middle
                 metrics.reset(self.train_metrics)
             first_step = state.step
-            for micro in self.batches.epoch(state.epoch, state.step_in_epoch):
+            micros = self.batches.epoch(state.epoch, state.step_in_epoch)
+            for micro in watch.loading(micros, then=Phase.FORWARD):
                 is_accumulating = not micro.is_last
                 batch = to_device(micro.batch, device)
                 self.logbook.begin(state.step + 1, micro.position, micro.num_samples)
@@ -188,11 +195,13 @@ class Training:
                     with precision.autocast():
                         # This micro-batch's share of the global batch's loss (see step.py).
                         loss = self.module(batch, micro.num_samples, micro.global_size)
+                    watch.enter(Phase.BACKWARD)
                     scaler.scale(loss).backward()
                 self.strategy.after_backward(micro)  # reproducible: add up in a fixed order
                 if is_accumulating:
                     continue
 
+                watch.enter(Phase.OPTIMIZER)
                 self.gradients.check()
                 has_weight = self.gradients.correct(scaler, self.optimizer)
                 if has_weight:  # else there is nothing to step on
@@ -209,12 +218,17 @@ class Training:
                 state.step += 1
                 state.step_in_epoch += 1
                 state.samples += micro.global_size
-                self.after_step(state.step_in_epoch == self.batches.steps_per_epoch)
+                watch.step = state.step
+                if state.step_in_epoch == self.batches.steps_per_epoch:
+                    self.end_epoch()
+                self.after_step()
+                distributed.shorten_timeouts()  # the first step may have taken long
                 if self.stop_reason is not None:
                     break
             else:
                 if state.step_in_epoch:  # only the end of the data told that the epoch is over
-                    self.after_step(is_epoch_end=True)
+                    self.end_epoch()
+                    self.after_step()
                 elif state.step == first_step:
                     raise ValueError(
                         f"the training stream yields no sample in epoch {state.epoch}; check what "
@@ -240,14 +254,17 @@ class Training:
             self.gradients = Gradients(self.step_module, self.strategy.may_miss_gradients)
             self.trained = trained
 
-    def after_step(self, is_epoch_end: bool) -> None:
-        """Do what is due at this step, and obey what callbacks asked for."""
+    def end_epoch(self) -> None:
+        """Go on to the next epoch."""
+        self.state.epoch += 1
+        self.state.step_in_epoch = 0
+        self.schedule.after_epoch()
+
+    def after_step(self) -> None:
+        """Log, validate and save where this step calls for it, and obey what is asked for."""
         config, state = self.config, self.state
-        if is_epoch_end:
-            state.epoch += 1
-            state.step_in_epoch = 0
-            self.schedule.after_epoch()
         self.stop_at_limit()
+        is_epoch_end = not state.step_in_epoch
         log = is_epoch_end or _due(config.log_every_n_steps, state.step)
         validate = _due(config.validate_every_n_steps, state.step) or (
             is_epoch_end and _due(config.validate_every_n_epochs, state.epoch)
@@ -261,7 +278,7 @@ class Training:
             self.validate()
         if save:
             self.save()
-        if log or validate or save:
+        if log or validate or save or self.agreement.is_due(state.step):
             self.obey()
 
     def stop_at_limit(self) -> None:
@@ -276,39 +293,37 @@ class Training:
         """Reduce what was logged since the last time and hand it to callbacks and loggers."""
         if self.state.logged_step == self.state.step:
             return
+        watch.enter(Phase.LOGGING)
         is_first = self.state.logged_step == 0
         self.state.logged_step = self.state.step
-        means = metrics.merged(self.logbook.reduce(), metrics.compute(self.train_metrics))
-        values = {f"train/{name}": value for name, value in means.items()}
+        pace = Pace(watch.take_own_steps())
+        logged = self.logbook.reduce(beside=pace.table)
+        means = metrics.merged(logged, metrics.compute(self.train_metrics))
+        values = {f"train/{name}": value for name, value in means.items()} | pace.measured()
         self.view.learning_rates = self.schedule.named_rates()
-        if is_first and "loss" not in means and distributed.rank() == 0:
-            print(
-                f"note: nothing was trained in the first {self.state.step} steps: loss returned "
-                "None (a forgotten return?) or weight 0 for every micro-batch"
-            )
+        if is_first and "loss" not in means:
+            note_untrained(self.state.step)
         self.view.record(values)
-        with self.observed():
-            for callback in self.callbacks:
-                callback.on_log(self.view, values)
+        self.observers.tell("on_log", values)
         self.write(values)
 
     def validate(self) -> None:
-        """Evaluate the validation sets, and let schedule, task, callbacks and loggers know."""
+        """Evaluate the validation sets, unless a signal cuts it short."""
         if not self.val_sets or self.state.validated_step == self.state.step:
             return
-        self.state.validated_step = self.state.step
-        values = self.session.evaluate("val", self.val_sets)
-        self.schedule.after_validation(values)
-        self.seed_hook(Stream.VALIDATION_END)
-        self.task.on_validation_end(values)
-        self.view.record(values)
-        with self.observed():
-            for callback in self.callbacks:
-                callback.on_validation_end(self.view, values)
-        self.write(values)
+        with self.cut_short():
+            values = self.session.evaluate("val", self.val_sets)
+            self.state.validated_step = self.state.step
+            self.schedule.after_validation(values)
+            self.seed_hook(Stream.VALIDATION_END)
+            self.task.on_validation_end(values)
+            self.view.record(values)
+            self.observers.tell("on_validation_end", values)
+            self.write(values)
 
     def save(self) -> None:
         """Start writing a checkpoint, unless a loss since the last log is not finite."""
+        watch.enter(Phase.SAVING)
         self.logbook.check_finite()
         self.keep_time()
         shared = {
@@ -322,65 +337,70 @@ class Training:
         """Write one event to the loggers."""
         self.keep_time()
         self.view.record(values)
-        for logger in self.loggers:
-            logger.log(self.view, values)
+        self.observers.write(values)
 
     def obey(self) -> None:
-        """Do what rank 0's callbacks asked for, on all ranks at the same step."""
+        """Do what rank 0's callbacks and signals ask for, on all ranks at the same step."""
         self.announce_saved()
         reason, save = self.view.take_requests()
-        requests = torch.tensor([reason is not None, save])
-        stop, save = distributed.broadcast_tensor(requests).tolist()
-        if save:
+        watch.enter(Phase.WAITING)
+        decision = self.agreement.reach(self.state.step, stop=reason is not None, save=save)
+        if decision.save:
             self.save()
-        if stop:
+        if decision.stop:
             self.stop_reason = distributed.broadcast_object(reason)
+        if decision.signal is not None:
+            self.signal, self.stop_reason = decision.signal, decision.signal.name
+            self.view.request_stop(self.stop_reason)
+
+    @contextmanager
+    def cut_short(self) -> Iterator[None]:
+        """Let a signal end an evaluation early, on all ranks."""
+        try:
+            yield
+        except stopping.Stop:
+            self.obey()
 
     def announce_saved(self) -> None:
         """Tell callbacks of the checkpoints that were completed since the last time."""
         for path in self.saver.completed():
-            with self.observed():
-                for callback in self.callbacks:
-                    callback.on_save(self.view, path)
+            self.observers.tell("on_save", path)
 
     def finish(self) -> FitResult:
-        """Measure and save the end, test the best weights if asked to, and sum up."""
-        self.log()
-        if self.config.validates:
-            self.validate()
+        """Measure and save the end, test the best weights if asked to, and sum up.
+
+        After a signal only save: the run will go on from here.
+        """
+        if self.signal is None:
+            self.log()
+            if self.config.validates:
+                self.validate()
         self.save()
-        self.saver.check_monitor()
+        if self.signal is None:
+            self.saver.check_monitor()
         self.saver.close()
+        watch.enter(Phase.FINISHING)
         self.announce_saved()
-        if self.test_sets:
-            self.test_best()
-        with self.observed():
-            for callback in self.callbacks:
-                callback.on_fit_end(self.view)
-        return FitResult.of(self.view, self.stop_reason)
+        if self.test_sets and self.signal is None:
+            with self.cut_short():
+                self.test_best()
+        self.observers.tell("on_fit_end")
+        return FitResult.of(self.view, self.stop_reason, self.signal)
 
     def test_best(self) -> None:
         """Test the best checkpoint; the task has its last weights again afterwards."""
-        session, task = self.session, self.task
         best = distributed.broadcast_object(self.view.best_checkpoint)
-        last = copy.deepcopy(task.state_dict())
-        if best is not None:
-            session.load(self.run_dir, best)
-        self.write(session.evaluate("test", self.test_sets))
-        task.load_state_dict(last)
+        last = copy.deepcopy(self.task.state_dict())
+        try:
+            if best is not None:
+                self.session.load(self.run_dir, best)
+            self.write(self.session.evaluate("test", self.test_sets))
+        finally:
+            self.task.load_state_dict(last)
 
     def keep_time(self) -> None:
         """Bring the run's clock up to now."""
         self.state.time_s = time.monotonic() - self.started
-
-    @contextmanager
-    def observed(self) -> Iterator[None]:
-        """Show callbacks the task in eval mode and without gradients."""
-        if not self.callbacks:
-            yield
-            return
-        with evaluating(self.task, "train", None):
-            yield
 
 
 def _due(every: int | None, count: int) -> bool:

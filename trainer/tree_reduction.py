@@ -18,6 +18,7 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
+from trainer import distributed
 from trainer.tree_sum import TreeSum
 
 # Torch 2.13 renamed it.
@@ -46,7 +47,7 @@ class TreeReduction:
         # that the all-gathers come in the order of the buckets; they have a group of their own, for
         # they run beside later all-to-alls. It ends with the process, even if it waits for a rank
         # that is gone.
-        self._group = dist.new_group(backend="gloo")
+        self._group = distributed.new_group("gloo")
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = Thread(target=self._work, name="tree reduction", daemon=True)
         self._thread.start()

@@ -12,9 +12,9 @@ from trainer.run import Run
 class Callback:
     """Observes a run on rank 0. Subclasses override what they need.
 
-    Callbacks get plain numbers and cannot start a collective. They run in the order in which they
-    are given; a value that ``on_log`` adds to ``metrics`` reaches the callbacks after it and the
-    loggers. ``state_dict`` travels in every checkpoint.
+    Callbacks get plain numbers; a collective raises, as no other rank takes part. They run in the
+    order in which they are given; a value that ``on_log`` adds to ``metrics`` reaches the callbacks
+    after it and the loggers. ``state_dict`` travels in every checkpoint.
     """
 
     def on_fit_start(self, run: Run) -> None:

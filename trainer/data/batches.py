@@ -35,6 +35,7 @@ from trainer.data.orders import (
 from trainer.data.plan import GlobalBatchPlan, Slice, ceil_div, epoch_order
 from trainer.data.shards import shard_batches, shards_itself
 from trainer.data.streams import stream_batches
+from trainer.guard import no_collectives
 from trainer.seeding import OwnStream, Stream, stream_key
 
 
@@ -90,7 +91,9 @@ def train_batches(
             own: list[int] = []
             if _is_first():
                 with OwnStream(stream_key(options.seed, Stream.SAMPLER, epoch)):
-                    own = [int(i) for i in indices(options.seed, epoch)]
+                    with no_collectives("the order of the samples"):
+                        given = indices(options.seed, epoch)
+                    own = [int(i) for i in given]
             return distributed.broadcast_object(own)
         found: list[int] = epoch_order(len(first), options.seed, epoch, shuffle).tolist()
         return found
@@ -152,7 +155,8 @@ def evaluation_batches(
         whole = []
         if _is_first():
             given = generator_states(source.loader)
-            with OwnStream(stream_key(options.seed, Stream.SAMPLER)):
+            stream = OwnStream(stream_key(options.seed, Stream.SAMPLER))
+            with stream, no_collectives("the loader's sampler"):
                 whole = list(itertools.islice(sampler_batches(source.loader), limit))
             put_back(given)
         whole = distributed.broadcast_object(whole)

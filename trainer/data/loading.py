@@ -26,7 +26,7 @@ from torch.utils.data import (
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from trainer import distributed
+from trainer import children, distributed, stopping
 from trainer.seeding import Stream, stream_key
 
 
@@ -255,7 +255,9 @@ class _TorchLoader(DataLoader[Any]):
     _latest: Callable[[], Any] = staticmethod(lambda: None)
 
     def __iter__(self) -> Any:
-        iterator = super().__iter__()
+        # A signal to a whole process group would take the workers first.
+        with stopping.held_back(), children.taken_along():
+            iterator = super().__iter__()
         self._latest = weakref.ref(iterator)
         return iterator
 
@@ -263,6 +265,8 @@ class _TorchLoader(DataLoader[Any]):
         iterator = self._latest()
         if isinstance(iterator, _MultiProcessingDataLoaderIter):
             iterator._shutdown_workers()  # what freeing it does
+            for worker in iterator._workers:
+                worker.kill()  # one that hangs, and that nothing else ends
         self._iterator = None  # another pass, if there is one, starts new workers
 
 
@@ -279,6 +283,7 @@ class _WorkerInit:
         self._user_init = user_init
 
     def __call__(self, worker_id: int) -> None:
+        children.settle_worker()
         info = cast(torch_worker.WorkerInfo, get_worker_info())
         ours: Any = info.dataset
         number, count, seed = info.id, info.num_workers, info.seed

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from trainer import distributed
 from trainer.data.held import sampler_generators, set_epoch
 from trainer.data.loading import length
+from trainer.guard import no_collectives
 from trainer.seeding import OwnStream, Stream, stream_key
 
 # How many global batches of a user's sampler travel from rank 0 to the others at once.
@@ -140,8 +141,12 @@ class SampledBatches(GlobalBatches):
         own = 0 if self._repeats else epoch
         self._stream = OwnStream(stream_key(self._seed, Stream.SAMPLER, own))
         drawn = self._draw(epoch) if distributed.rank() == 0 else iter(())
-        self._drawn = itertools.islice(drawn, self._limit)
+        drawn = itertools.islice(drawn, self._limit)
         with self._stream:
+            # A sampler that talks to the other ranks does so at its start.
+            with no_collectives("the loader's sampler"):
+                first = list(itertools.islice(drawn, 1))
+            self._drawn = itertools.chain(first, drawn)
             skipped = sum(map(len, itertools.islice(self._drawn, start_step)))
         self._ready: deque[list[int]] = deque()
         self._ended = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.loggers.base import Logger
 from trainer.run_dir import set_aside
@@ -57,6 +57,12 @@ class TensorBoardLogger(Logger):
         """Write each value as a scalar at ``run.step``."""
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, run.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Bring the values to the file: a run that goes on from here does not log them again."""
+        if self._writer is not None:
+            self._writer.flush()
+        return {}
 
     def close(self) -> None:
         """Flush and close."""

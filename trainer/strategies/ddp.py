@@ -11,9 +11,13 @@ from torch import nn
 
 from trainer import distributed
 from trainer.comm_hooks import Hook, compress_hook
+from trainer.data.loading import MicroBatch
 from trainer.data.plan import GlobalBatchPlan
 from trainer.step import StepModule
 from trainer.strategies.base import Strategy
+from trainer.watch import watch
+
+_STEPS_UNTIL_BUCKETS = 3  # DDP rebuilds its buckets after the first, and tells so after this one
 
 
 class DDPStrategy(Strategy):
@@ -47,6 +51,7 @@ class DDPStrategy(Strategy):
         self._sync_batchnorm = sync_batchnorm
         self._comm_hook = comm_hook
         self._wrapped: nn.parallel.DistributedDataParallel | None = None
+        self._steps_until_buckets = 0
         self.may_miss_gradients = find_unused_parameters
 
     def check(self, plan: GlobalBatchPlan, device: torch.device, always_full: bool) -> None:
@@ -102,15 +107,33 @@ class DDPStrategy(Strategy):
         hook = self._hook(step)
         if hook is not None:
             self._wrapped.register_comm_hook(None, hook)
+        self._steps_until_buckets = _STEPS_UNTIL_BUCKETS
         return self._wrapped
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return DDP's ``no_sync``, for all micro-batches but the last."""
         return nullcontext() if self._wrapped is None else self._wrapped.no_sync()
 
+    def after_backward(self, micro: MicroBatch) -> None:
+        """Nothing is left to do: DDP has averaged the gradients."""
+        if micro.is_last:
+            self._count_buckets()
+
     def teardown(self) -> None:
         """Drop the wrapper; DDP's hooks on the parameters go with it."""
         self._wrapped = None
+
+    def _count_buckets(self) -> None:
+        """Let the watch know how many buckets a backward has, once DDP has settled them."""
+        if self._wrapped is None or not self._steps_until_buckets:
+            return
+        self._steps_until_buckets -= 1
+        if self._steps_until_buckets:
+            return
+        # Not while a backward runs, in which this would wait for a lock, holding the GIL.
+        found: dict[str, Any] = self._wrapped._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        sizes: str = found.get("rebuilt_bucket_sizes", found["bucket_sizes"])
+        watch.num_buckets = sizes.count(",") + 1
 
     def _hook(self, step: StepModule) -> Hook | None:
         if self._comm_hook is None:

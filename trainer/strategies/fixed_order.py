@@ -80,6 +80,7 @@ class FixedOrderDDP(DDPStrategy):
                 completed_sums(micro.number, block), leave_zeros=self.may_miss_gradients
             )
             return
+        super().after_backward(micro)
         if self._reduction is None:
             self._sums.finish()
         self._sums.clear()

@@ -8,9 +8,9 @@ from statistics import fmean, stdev
 
 import torch
 
-from trainer.messages import listed
+from trainer.messages import counted, listed
 from trainer.verify.record import digest
-from trainer.verify.report import Check, counted
+from trainer.verify.report import Check
 from trainer.verify.runs import FIRST, Runs
 from trainer.verify.start import names_that_differ
 

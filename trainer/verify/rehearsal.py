@@ -109,7 +109,7 @@ class Rehearsal(Training):
             folder: Where it is written, and rank 0's weights.
             steps: After how many to stop.
         """
-        super().__init__(session, state, (), (), {}, test_best=False)
+        super().__init__(session, state, (), (), folder, {}, test_best=False)
         self.record = record
         self._folder, self._steps = folder, steps
         self._counter = CollectiveCounter()
@@ -149,10 +149,10 @@ class Rehearsal(Training):
                 self._save_weights("initial")
             super().wrap()
 
-    def after_step(self, is_epoch_end: bool) -> None:
+    def after_step(self) -> None:
         """Note the step, and stop after the last one."""
         with self._counter.paused():
-            super().after_step(is_epoch_end)
+            super().after_step()
         record, step = self.record, self.state.step
         if len(record.losses) < step:  # else only the end of the data told that the epoch is over
             record.losses.append(self.view.measured_now("train/loss"))

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.messages import counted
+
 JSON_FILE, PICTURE_FILE = "verify.json", "verify.png"
 _WIDTH = 100
 _ROWS = 8  # of the table of losses
@@ -124,12 +126,6 @@ class VerifyReport:
         first = self.failed[0]
         count = f"{len(self.failed)} of {len(self.checks)} checks failed"
         return f"FAILED: {count}; look first at {first.place} {first.name} ({where})"
-
-
-def counted(count: int, noun: str) -> str:
-    """Return "1 step", "20 steps" or "4 processes"."""
-    plural = f"{noun}es" if noun.endswith(("s", "ch")) else f"{noun}s"
-    return f"{count:,} {noun if count == 1 else plural}"
 
 
 def draw(report: VerifyReport, path: Path) -> None:

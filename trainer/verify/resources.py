@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from trainer.messages import counted
 from trainer.verify.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
 from trainer.verify.record import Collective
-from trainer.verify.report import Check, counted
+from trainer.verify.report import Check
 from trainer.verify.runs import Runs
 
 MIB = 2**20

@@ -11,16 +11,18 @@ from typing import Any
 
 import torch
 
-from trainer import distributed, ranks
+from trainer import distributed, ranks, starting
 from trainer.config import CheckpointConfig, TrainerConfig
 from trainer.data.module import DataModule
 from trainer.failures import RemoteTraceback
-from trainer.launcher import find_launcher, in_child, local_ranks, threads_per_rank
+from trainer.launcher import find_launcher, in_child, local_ranks
+from trainer.messages import counted
 from trainer.rank import Group, Work
+from trainer.starting import threads_per_rank
 from trainer.task import TaskModule
 from trainer.verify.record import Record, load_records
 from trainer.verify.rehearsal import RankJob
-from trainer.verify.report import Check, counted
+from trainer.verify.report import Check
 
 PACKAGE = Path(__file__).parents[1]
 FIRST = "look at the first FAIL above; this may follow from it"
@@ -176,12 +178,12 @@ def run_both(
         place.mkdir()
         job = RankJob(options, place, steps)
         work = Work(on_rank, (job, False, task, data), job.where)
-        group = Group(world_size, kind, threads, options.timeout_s)
+        group = Group(world_size, kind, threads, options.timeouts_s)
         error = None
         on = counted(world_size, "process")
         print(f"verify: {counted(steps, 'step')} on {on} ...", flush=True)
         try:
-            ranks.run(group, ranks.start_method()[0], work)
+            ranks.run(group, starting.start_method()[0], work)
         except Exception as failure:  # is what the report is about
             error = failure
         weights = {

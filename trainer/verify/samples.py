@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainer.data.fetching import Request
+from trainer.messages import counted
 from trainer.verify.record import Forward, Record
-from trainer.verify.report import Check, counted
+from trainer.verify.report import Check
 from trainer.verify.runs import RunOnce, Runs
 
 

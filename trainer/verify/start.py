@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from trainer.messages import listed
+from trainer.messages import counted, listed
 from trainer.verify.record import Forward, Record
-from trainer.verify.report import Check, counted
+from trainer.verify.report import Check
 from trainer.verify.runs import RunOnce, Runs
 
 SET_CUT = "a fixed micro_batch_size would keep it, and with it the masks of dropout"

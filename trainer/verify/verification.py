@@ -9,10 +9,11 @@ from typing import Any
 
 from trainer.config import TrainerConfig
 from trainer.data.module import DataModule
+from trainer.messages import counted
 from trainer.run_dir import choose_run_dir
 from trainer.task import TaskModule
 from trainer.verify.outcome import check_losses, check_weights
-from trainer.verify.report import Check, VerifyReport, counted
+from trainer.verify.report import Check, VerifyReport
 from trainer.verify.resources import check_collectives, check_memory
 from trainer.verify.runs import Runs, check_can_start, run_both
 from trainer.verify.samples import check_batch, check_samples
