@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +133,20 @@ def train_by_hand(
                 nn.utils.clip_grad_norm_(task.parameters(), clip)
             optimizer.step()
     return total / weight
+
+
+def measured(metrics: Mapping[str, float]) -> dict[str, float]:
+    """What an event says about the training, not about its speed."""
+    return {name: v for name, v in metrics.items() if not name.startswith("perf/")}
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer import distributed, launcher, ranks
+from trainer import distributed, joining, launcher, slurm, starting
 from trainer.config import TrainerConfig
 from trainer.failures import Failure, RankError, death_of, follows_from_another
-from trainer.launcher import find_launcher, launch, local_ranks, slurm_env, threads_per_rank
+from trainer.launcher import find_launcher, launch, local_ranks
+from trainer.starting import threads_per_rank
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -68,7 +69,7 @@ def test_launcher_that_is_not_there_is_refused():
 
 
 def test_slurm_variables_are_translated():
-    assert slurm_env(SRUN) == {
+    assert slurm.torchrun_env(SRUN) == {
         "RANK": "5",
         "WORLD_SIZE": "7",
         "LOCAL_RANK": "1",
@@ -83,11 +84,11 @@ def test_slurm_variables_are_translated():
 def test_slurms_first_host_is_the_master():
     hosts = {k: v for k, v in SRUN.items() if k != "MASTER_ADDR"}
     hosts["SLURM_STEP_NODELIST"] = "node[3-5],other"
-    assert slurm_env(hosts)["MASTER_ADDR"] == "node3"
+    assert slurm.torchrun_env(hosts)["MASTER_ADDR"] == "node3"
 
 
 def test_tasks_per_node_are_unfolded():
-    assert launcher._tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+    assert slurm._tasks_per_node("2(x3),1") == [2, 2, 2, 1]
 
 
 def test_several_machines_need_a_launcher():
@@ -96,7 +97,7 @@ def test_several_machines_need_a_launcher():
 
 
 def test_devices_auto_is_every_core():
-    assert local_ranks("auto", "cpu") == ranks.cores()
+    assert local_ranks("auto", "cpu") == starting.cores()
 
 
 def test_more_cuda_devices_than_there_are(monkeypatch):
@@ -118,7 +119,7 @@ def test_accelerator(monkeypatch):
 
 def test_threads_per_rank(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(ranks, "cores", lambda: 8)
+    monkeypatch.setattr(starting, "cores", lambda: 8)
     auto, five = TrainerConfig(), TrainerConfig(num_threads=5)
     assert threads_per_rank(auto, 3) == 2
     assert threads_per_rank(auto, 16) == 1
@@ -135,35 +136,35 @@ def test_threads_per_rank(monkeypatch):
 def test_ranks_of_a_launcher_do_not_share_a_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert distributed._cuda_device(1) == torch.device("cuda", 1)
-    launcher._check_devices(2)
+    joining._check_devices(2)
     with pytest.raises(ValueError, match=r"started 3 ranks .* shows 2 CUDA devices; .*-node=2\)"):
-        launcher._check_devices(3)
+        joining._check_devices(3)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # each rank is shown its own only
-    launcher._check_devices(3)
+    joining._check_devices(3)
     assert distributed._cuda_device(2) == torch.device("cuda", 0)
 
 
 def test_start_method(monkeypatch):
     monkeypatch.delenv("TRAINER_START_METHOD", raising=False)
-    assert ranks.start_method() == ("fork", "")
+    assert starting.start_method() == ("fork", "")
     with monkeypatch.context() as patch:
         pool_worker = SimpleNamespace(daemon=True)
-        patch.setattr(ranks.multiprocessing, "current_process", lambda: pool_worker)
-        assert ranks.start_method() == ("fresh", "this is a daemonic process")
+        patch.setattr(starting.multiprocessing, "current_process", lambda: pool_worker)
+        assert starting.start_method() == ("fresh", "this is a daemonic process")
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
-    assert ranks.start_method() == ("fork", "")  # asks a child
+    assert starting.start_method() == ("fork", "")  # asks a child
     could_not = ("fresh", "a process forked from this one could not train on CUDA")
     with monkeypatch.context() as patch:  # as beside threads that the child does not have
-        patch.setattr(ranks, "_PROBE_S", 0.2)
+        patch.setattr(starting, "_PROBE_S", 0.2)
         patch.setattr(torch.Tensor, "backward", lambda tensor: time.sleep(5))
-        assert ranks.start_method() == could_not
+        assert starting.start_method() == could_not
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    assert ranks.start_method() == could_not
+    assert starting.start_method() == could_not
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert ranks.start_method() == ("fresh", "CUDA is in use in this process")
+    assert starting.start_method() == ("fresh", "CUDA is in use in this process")
     monkeypatch.setenv("TRAINER_START_METHOD", "spawn")
     with pytest.raises(ValueError, match="TRAINER_START_METHOD=spawn"):
-        ranks.start_method()
+        starting.start_method()
 
 
 def test_work_that_cannot_be_sent_leaves_nothing_open(monkeypatch):
@@ -212,10 +213,10 @@ def test_group_of_the_script_must_tell_the_machine(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     with pytest.raises(ValueError, match="LOCAL_RANK and LOCAL_WORLD_SIZE are not in the"):
-        launcher._check_group("cpu")
+        joining._check_group("cpu")
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
     with pytest.raises(ValueError, match="backends cuda:nccl; it needs one for CPU tensors"):
-        launcher._check_group("cuda")
+        joining._check_group("cuda")
 
 
 def test_exception_travels_with_its_traceback():

@@ -1,11 +1,13 @@
 """Where a run writes."""
 
+import os
 import time
 from pathlib import Path
 
 import pytest
-from support import on_ranks
+from support import Regression, assert_equal_bits, on_ranks, samples, weights
 
+from trainer import Trainer
 from trainer.config import TrainerConfig
 from trainer.run_dir import check_writable, choose_run_dir, set_aside
 
@@ -13,8 +15,8 @@ from trainer.run_dir import check_writable, choose_run_dir, set_aside
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("SLURM_JOB_ID", "SLURM_JOB_NAME"):
-        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
     return tmp_path
 
 
@@ -39,6 +41,43 @@ def test_a_requeued_job_finds_its_folder_again(elsewhere, monkeypatch):
     assert choose_run_dir(TrainerConfig(run_dir="own")) == elsewhere / "own"
 
 
+def test_a_task_of_an_array_has_its_own_folder(elsewhere, monkeypatch):
+    # The job id of a task is SLURM's own affair; the place in the array is what stays.
+    monkeypatch.setenv("SLURM_JOB_NAME", "a/b")
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "42")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    for job in ("45", "99"):
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        assert choose_run_dir(TrainerConfig()) == elsewhere / "runs/a_b-42_3"
+
+
+def test_a_requeued_job_goes_on_by_itself(elsewhere, monkeypatch, capsys):
+    def train(max_steps, **options):
+        task = Regression()
+        trainer = Trainer(
+            max_steps=max_steps, accelerator="cpu", callbacks=False, logger=False, **options
+        )
+        trainer.fit(task, train=samples(128 * 4))
+        return weights(task)
+
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    monkeypatch.setenv("SLURM_JOB_NAME", "mnist")
+    train(9)  # what an earlier run left in a folder that is named
+    (elsewhere / "runs/mnist-42").rename("named")
+    train(2)
+    assert "from" not in capsys.readouterr().out
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    resumed = train(4)
+    assert "restarting from" in (out := capsys.readouterr().out)
+    assert "mnist-42/checkpoints/step-00000002" in out
+    monkeypatch.setenv("SLURM_JOB_ID", "43")
+    train(1, run_dir="named")  # was requeued before it had saved anything
+    assert "from" not in capsys.readouterr().out
+    monkeypatch.delenv("SLURM_JOB_ID")
+    monkeypatch.delenv("SLURM_RESTART_COUNT")
+    assert_equal_bits(resumed, train(4))
+
+
 def test_resuming_in_a_new_folder_is_refused(elsewhere):
     with pytest.raises(
         ValueError, match="resume=auto looks for checkpoints in run_dir, and every "
@@ -57,12 +96,16 @@ def test_a_folder_that_cannot_be_written_is_refused(elsewhere, folder):
 
 
 def test_a_folder_is_checked_without_being_made(elsewhere):
-    check_writable(Path("new/below"))
+    for run_dir in ("new/below", "file:///tmp/run"):
+        check_writable(run_dir)
     assert list(elsewhere.iterdir()) == []
     Path("file").touch()
     for folder in ("file", "file/below"):
         with pytest.raises(ValueError, match=rf"run_dir {folder} cannot be written: .*file is not"):
-            check_writable(Path(folder))
+            check_writable(folder)
+    for folder in ("/proc/nothing", "n" * 300, "strange://bucket/run"):
+        with pytest.raises(ValueError, match=f"{folder}"):
+            check_writable(folder)
 
 
 def test_what_an_earlier_run_left_is_set_aside_each_time(elsewhere, capsys):

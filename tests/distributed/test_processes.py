@@ -1,84 +1,18 @@
 """Real ranks: what they return, how they fail, and that nothing of them stays behind."""
 
+import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import textwrap
 import time
-import uuid
 from pathlib import Path
 
 import pytest
+from program import Program
 
 SCRIPT = Path(__file__).with_name("launched.py")
-ROOT = Path(__file__).parents[2]
-
-
-class Program:
-    """A program in a process group of its own, whose processes and files can be found later."""
-
-    def __init__(self, command, folder, **env):
-        self.mark = f"TRAINER_TEST_MARK={uuid.uuid4()}"
-        self.tmp = folder / "tmp"
-        self.tmp.mkdir(exist_ok=True)
-        self.shm = set(os.listdir("/dev/shm"))
-        name, _, value = self.mark.partition("=")
-        # A notebook's kernel behaves differently under pytest.
-        ours = ("OMP_NUM_THREADS", "TRAINER_", "PYTEST_")
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
-        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self.process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env={**inherited, "TMPDIR": str(self.tmp), "PYTHONPATH": paths, name: value, **env},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def wait_until_ready(self):
-        for line in self.process.stdout:
-            if line == "READY\n":
-                return
-        raise AssertionError(f"never ready: {self.process.stderr.read()}")
-
-    def end(self, within, files=0):
-        """Wait for the program and all that it left behind; return (code, stdout, stderr)."""
-        deadline = time.monotonic() + within
-        try:
-            stdout, stderr = self.process.communicate(timeout=within)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            for pid in self.processes():
-                os.kill(pid, signal.SIGKILL)
-            stdout, stderr = self.process.communicate()
-            raise AssertionError(f"ran over {within} s: {stdout}\n{stderr}") from None
-        while left := self.left(files):
-            assert time.monotonic() < deadline, f"left after {within} s: {left}"
-            time.sleep(0.05)
-        return self.process.returncode, stdout, stderr
-
-    def left(self, files):
-        """Return the processes, the shared memory and the files above ``files`` that are left."""
-        # Importing torch's compiler makes a folder for its cache, whoever imports it.
-        names = [p.name for p in self.tmp.iterdir() if not p.name.startswith("torchinductor_")]
-        shared = set(os.listdir("/dev/shm")) - self.shm
-        return [*self.processes(), *shared, *names[files:]]
-
-    def processes(self):
-        found = []
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            try:
-                environ = Path(f"/proc/{pid}/environ").read_bytes()
-                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:
-                continue
-            if self.mark.encode() in environ and state != "Z":
-                found.append(int(pid))
-        return found
 
 
 def scenario(name, folder, *args, method="fork"):
@@ -101,9 +35,11 @@ def test_values_come_back_from_launch_after_launch_without_a_guard(tmp_path):
     assert stdout == f"{STARTED} (fork); gloo on cpu\n" * 2 + "VALUES ARE RIGHT\n"
 
 
-def test_fresh_ranks_train_a_task_of_the_main_module(tmp_path):
+def test_fresh_ranks_train_a_task_of_the_main_module_and_are_started_again(tmp_path):
     code, stdout, stderr = scenario("train", tmp_path, method=None).end(within=90)
-    assert (code, stderr) == (0, "")
+    assert code == 0
+    died = "error: rank 1 ended with exit code 9 before its work was done\nrestart 1 of 1\n"
+    assert stderr == died
     reason = "fresh interpreters, because CUDA is in use in this process"
     assert stdout.count(f"{STARTED} ({reason}); gloo on cpu\n") == 2
     assert stdout.endswith("TRAINED\n")
@@ -135,7 +71,8 @@ def test_callers_get_the_ranks_own_exceptions(tmp_path):
 def test_ctrl_c_ends_the_ranks_and_interrupts_the_caller(tmp_path, method, whole_group):
     program = scenario("wait", tmp_path, method=method)
     program.wait_until_ready()
-    assert len(program.processes()) == 5  # the caller, two ranks and their loaders' workers
+    # The caller, its janitor, two ranks and their loaders' workers.
+    assert len(program.processes()) == 6
     send = os.killpg if whole_group else os.kill
     send(program.process.pid, signal.SIGINT)
     code, _, stderr = program.end(within=5)
@@ -155,11 +92,33 @@ def test_terminated_caller_takes_the_ranks_with_it(tmp_path):
 
 @pytest.mark.parametrize("method", ["fork", "fresh"])
 def test_nothing_survives_a_killed_caller(tmp_path, method):
-    program = scenario("wait", tmp_path, method=method)
+    program = scenario("children", tmp_path, "fork", "fork", method=method)
     program.wait_until_ready()
     program.process.kill()
-    # Nobody is left to remove the ranks' folder.
-    assert program.end(within=5, files=1)[0] == -signal.SIGKILL
+    code, _, stderr = program.end(within=10)
+    assert (code, stderr) == (-signal.SIGKILL, "")
+
+
+def test_nothing_survives_a_killed_rank(tmp_path):
+    program = scenario("children", tmp_path, "fork", "spawn")
+    ranks = [int(pid) for pid in program.wait_until_ready().split()[-3:-1]]
+    os.kill(ranks[1], signal.SIGKILL)
+    code, _, stderr = program.end(within=10)
+    assert code == 1
+    assert "rank 1 was killed by SIGKILL" in stderr.splitlines()[-1]
+    assert stderr.count("Traceback") == 1  # the caller's
+    assert "leaked" not in stderr
+
+
+def test_torchrun_starts_ranks_again_and_nothing_survives_if_it_is_killed(tmp_path):
+    program = torchrun("restarted", tmp_path, max_restarts=1)
+    told = program.wait_until_ready()
+    assert "restarting from" in told
+    program.process.kill()
+    assert program.end(within=10, files=1)[0] == -signal.SIGKILL
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
+    assert steps == [3, 6, 9]
 
 
 def test_ranks_of_a_busy_parent_do_not_hang(tmp_path):
@@ -278,10 +237,11 @@ for cell in notebook.cells:
     assert "warn" not in stdout.lower()
 
 
-def torchrun(name, folder):
+def torchrun(name, folder, *args, **options):
     """Run a scenario under torchrun, which leaves a folder of logs."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(SCRIPT), name]
+    command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(SCRIPT), name, *args]
     return Program(command, folder)
 
 

@@ -17,6 +17,7 @@ from support import (
     adamw,
     assert_equal_bits,
     fit,
+    measured,
     on_ranks,
     samples,
     sgd,
@@ -40,10 +41,10 @@ class Kept(Callback):
         self.events: list[dict[str, float]] = []
 
     def on_log(self, run: Any, metrics: Mapping[str, float]) -> None:
-        self.events.append(dict(metrics))
+        self.events.append(measured(metrics))
 
     def on_validation_end(self, run: Any, metrics: Mapping[str, float]) -> None:
-        self.events.append(dict(metrics))
+        self.events.append(measured(metrics))
 
 
 class Images(TaskModule):

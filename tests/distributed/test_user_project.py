@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+WRITTEN = ("checkpoints", "metrics.jsonl", "tensorboard")
 
 CONFIG = """\
 defaults:
@@ -142,7 +143,7 @@ def test_it_trains_from_another_folder(project: Project, tmp_path: Path) -> None
     assert f"trainer {project.installed}" in done.stdout
     assert "hello Line 2" in done.stdout
     (folder,) = tmp_path.glob("outputs/*/*")
-    assert {".hydra", "checkpoints", "metrics.jsonl", "tensorboard"} == set(os.listdir(folder))
+    assert {".hydra", ".lock", *WRITTEN} == set(os.listdir(folder))
     logged = events(folder)
     assert [e["step"] for e in logged if "train/loss" in e] == [1, 2, 3, 4, 5, 6]
     assert any("test/loss" in e for e in logged)
@@ -177,7 +178,7 @@ def test_under_torchrun_all_ranks_share_one_folder(project: Project, tmp_path: P
     assert done.stdout.count("hello Line 2") == 1
     assert done.stdout.count("value ") == 1
     (folder,) = tmp_path.glob("outputs/*/*")
-    assert {".hydra", "checkpoints", "metrics.jsonl", "tensorboard"} == set(os.listdir(folder))
+    assert {".hydra", ".lock", *WRITTEN} == set(os.listdir(folder))
     assert os.listdir(tmp_path) == ["outputs"]
 
 
@@ -205,10 +206,13 @@ def test_ctrl_c_ends_it_with_130(project: Project, tmp_path: Path) -> None:
             assert process.stdout is not None
             assert any("READY" in line for line in process.stdout)
             start = time.monotonic()
-            os.killpg(process.pid, signal.SIGINT)  # as a terminal does: every process gets it
+            for _ in range(2):  # the step that it is asked to finish takes for ever
+                os.killpg(process.pid, signal.SIGINT)  # as a terminal does: every process gets it
+                time.sleep(0.2)
             _, stderr = process.communicate(timeout=60)
             assert time.monotonic() - start < 5
-            told = "interrupted; there is no checkpoint yet to go on from\n"
+            told = "\nstopping after this step, and saving; Ctrl-C again stops at once\n"
+            told += "interrupted; there is no checkpoint yet to go on from\n"
             assert (process.returncode, stderr) == (130, told)
         finally:
             process.kill()

@@ -34,6 +34,17 @@ def test_resume_goes_on_without_what_lay_beyond(
     assert read(tmp_path) == [(1, 0.5), (2, 0.5), (3, 0.5), (4, 0.25), (5, 0.25), (6, 0.25)]
 
 
+def test_what_comes_before_a_checkpoint_outlives_a_kill(
+    make_run: Callable[..., Run], tmp_path: Path
+) -> None:
+    logger, run = TensorBoardLogger(), make_run()
+    logger.open(run)
+    logger.log(run, {"train/loss": 0.5})
+    assert logger.state_dict() == {}
+    assert read(tmp_path) == [(0, 0.5)]
+    logger.close()
+
+
 def test_a_new_run_sets_an_older_one_aside(make_run: Callable[..., Run], tmp_path: Path) -> None:
     log_steps(make_run(), 1, 5, 0.5)
     log_steps(make_run(), 1, 2, 0.25)

@@ -1,0 +1,28 @@
+"""How a rank forks beside the threads of its group. The collectives have tests with real ranks."""
+
+import hashlib
+import threading
+import time
+
+from trainer import distributed
+
+
+def test_fork_waits_for_a_moment_in_which_other_threads_rest():
+    may_end = threading.Event()
+    resting = threading.Thread(target=may_end.wait)
+    resting.start()
+    # In compiled code, as gloo's: it does not hold the GIL.
+    running = threading.Thread(target=lambda: hashlib.pbkdf2_hmac("md5", b"", b"", 1_500_000))
+    running.start()
+    time.sleep(0.1)
+    assert distributed._others_run()
+    start = time.monotonic()
+    distributed._wait_for_rest(at_most_s=0.2)
+    assert 0.2 <= time.monotonic() - start < 1  # there is none
+
+    running.join()
+    start = time.monotonic()
+    distributed._wait_for_rest(at_most_s=60)
+    assert time.monotonic() - start < 30
+    may_end.set()
+    resting.join()

@@ -1,0 +1,57 @@
+"""What is a mistake, what is no accident, and what is shown of either."""
+
+import pytest
+
+from trainer.config import TrainerConfig
+from trainer.failures import Failure, RankError, is_hopeless, is_mistake, shown
+
+
+def raised(raises):
+    try:
+        raises()
+    except Exception as error:
+        return error
+    raise AssertionError
+
+
+def from_rank(raises, rank=0, where="step 3"):
+    try:
+        raises()
+    except Exception as error:
+        return Failure.of(error, rank, where).error()
+    raise AssertionError
+
+
+def mistake():
+    TrainerConfig(devices=0)
+
+
+def own_error():
+    raise ValueError("the user's own")
+
+
+def accident(text="no space"):
+    raise OSError(text)
+
+
+@pytest.mark.parametrize("get", [raised, from_rank])
+def test_mistake_is_one_line_and_another_error_shows_its_code(get):
+    assert is_mistake(get(mistake))
+    assert shown(get(mistake)).startswith("error: devices=0")
+    assert shown(get(mistake)).count("\n") == 1
+    for raises in (own_error, accident):
+        assert not is_mistake(get(raises))
+        assert f"in {raises.__name__}" in shown(get(raises))
+    killed = RankError("rank 1 was killed")
+    assert shown(killed) == "error: rank 1 was killed\n"
+
+
+def test_what_fails_the_same_way_twice_is_hopeless():
+    first = from_rank(accident)
+    assert not is_hopeless(first, None)
+    assert is_hopeless(from_rank(accident, rank=1), first)
+    assert not is_hopeless(from_rank(accident, where="step 4"), first)
+    assert not is_hopeless(from_rank(lambda: accident("not found")), first)
+    killed = RankError("rank 1 was killed")
+    assert not is_hopeless(killed, killed)
+    assert is_hopeless(from_rank(mistake), None)
