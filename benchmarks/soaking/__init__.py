@@ -1,0 +1,1 @@
+"""What `benchmarks.soak` is made of: the run under attack, its surveillance, and the faults."""
