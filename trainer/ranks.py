@@ -228,7 +228,7 @@ class _Supervisor(threading.Thread):
             all_done = store.check(["all done"])
             if any(ended.values()) or (ended and not all_done):
                 return ended
-            # Not before: if it saw a rank fail, it would send SIGTERM, which asks to stop, to the rest.
+            # Not before: seeing a rank fail it would send SIGTERM, which asks to stop, to the rest.
             finished = context.wait(0) if all_done else None
             if finished is not None:
                 return {n: failure.exitcode for n, failure in finished.failures.items()}
