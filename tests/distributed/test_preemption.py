@@ -48,10 +48,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     # where it is, ranks, who gets the signal, which ones, exit code
     "rank in forward": ("forward", 2, to_rank, [Signals.SIGTERM] * 2, 143),
     "parent in validation": ("validation", 2, to_parent, [Signals.SIGUSR1], 143),
-    "rank in validation": ("validation", 2, to_rank, [Signals.SIGUSR1], 143),
     "everybody while loading": ("worker", 2, to_group, [Signals.SIGTERM] * 2, 143),
     "one process while saving": ("saving", 1, to_parent, [Signals.SIGTERM], 143),
-    "Ctrl-C": ("forward", 2, to_group, [Signals.SIGINT], -Signals.SIGINT),
     "Ctrl-C, one process": ("forward", 1, to_group, [Signals.SIGINT], -Signals.SIGINT),
 }
 
