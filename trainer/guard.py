@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import linecache
-import sysconfig
+import os
 import threading
 import traceback
 from collections.abc import Iterator
@@ -28,7 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
 _TORCH = str(Path(torch.__file__).parent)
 _NOT_THE_USERS = (
-    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    str(Path(os.__file__).parent),  # Python's own
+    str(Path(torch.__file__).parents[1]),  # installed
     _TORCH,
     str(Path(__file__).parent),
     "<",  # made by a compiler

@@ -44,7 +44,7 @@ def launch(
 
     Returns:
         What ``job`` returned on rank 0; under a launcher, None on the other ranks. One rank alone
-        runs in this process and without a process group.
+        runs without a process group, and in this process unless it may have to be started again.
 
     Raises:
         ValueError: If the ranks asked for cannot be had here.

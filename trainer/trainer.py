@@ -280,6 +280,8 @@ class Training:
             self.save()
         if log or validate or save or self.agreement.is_due(state.step):
             self.obey()
+        elif self.saver.failed:
+            self.announce_saved()
 
     def stop_at_limit(self) -> None:
         """End the run where ``max_steps`` or ``max_epochs`` says so."""

@@ -77,6 +77,19 @@ def test_state_is_copied_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert read_state(path)["m"].tolist() == [1.0] * 4
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no priority")
+def test_the_training_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    seen: list[int] = []
+    monkeypatch.setattr(writer_module, "write_weights", lambda *_: seen.append(priority()))
+    before = priority()
+    write(tmp_path, snapshot(1))
+    assert seen == [before + 5]
+    assert priority() == before
+
+
 def test_one_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writing: list[int] = []
     most: list[int] = []
@@ -330,6 +343,24 @@ def test_an_error_of_the_thread_comes_up_once(tmp_path: Path) -> None:
         writer.finished()
     assert not writer.failed
     assert writer.finished() == []
+    writer.close()
+
+
+def test_any_other_exception_of_the_thread_comes_up_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any) -> None:
+        raise ZeroDivisionError
+
+    writer = open_writer(tmp_path, on_error="warn")
+    with monkeypatch.context() as patch:
+        patch.setattr(writer_module, "write_weights", broken)
+        writer.save(snapshot(1))
+        assert writer._pending is not None
+        writer._pending.exception(timeout=10)
+    assert writer.failed
+    with pytest.raises(ZeroDivisionError):
+        writer.finished()
     writer.close()
 
 

@@ -131,6 +131,19 @@ def test_weights_and_logs_are_those_of_an_undisturbed_run(
     assert captured.out.count("restarting from") == 5  # the first attempt has left nothing
 
 
+def test_one_rank_is_started_again_too(tmp_path: Path) -> None:
+    class Dies(Regression):
+        def loss(self, outputs: Tensor, batch: Any) -> Any:
+            if self.run.step == 4 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                kill()
+            return super().loss(outputs, batch)
+
+    undisturbed, dies = Regression(), Dies()
+    train(undisturbed, tmp_path / "undisturbed", 1)
+    train(dies, tmp_path / "run", 1, max_restarts=1)
+    assert_equal_bits(dies, undisturbed)
+
+
 def test_failure_that_is_no_accident_comes_twice_at_most(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

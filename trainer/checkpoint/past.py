@@ -63,8 +63,14 @@ def read_past(config: TrainerConfig, run_dir: Path) -> Past | None:
     if config.resume is None:
         return None
     if config.resume == "auto":
-        path = newest_valid(store_of(run))
+        store = store_of(run)
+        path = newest_valid(store)
         if path is None:
+            if there := store.names():
+                raise ValueError(
+                    f"resume=auto, but no checkpoint in {run} is valid: {', '.join(there)} "
+                    "(see above). To start anew set resume=null, which sets them aside"
+                )
             print("resuming from nothing: there is no checkpoint yet", flush=True)
             return None
     else:

@@ -134,7 +134,7 @@ class CheckpointWriter:
         if self._pool is None:
             self._settle(self._write(copy))
         else:
-            self._pending = self._pool.submit(self._write, copy)
+            self._pending = self._pool.submit(self._write_beside, copy)
 
     def finished(self) -> list[Path]:
         """Return the checkpoints completed since the last call, without waiting.
@@ -156,11 +156,12 @@ class CheckpointWriter:
 
     def _collect(self, wait: bool) -> None:
         if self._pending is not None and (wait or self._pending.done()):
-            pending, self._pending = self._pending, None
-            self._settle(pending.result())
+            outcome, self._pending = self._pending, None
+            self.failed = False
+            self._settle(outcome.result())
 
     def _settle(self, outcome: _Outcome) -> None:
-        self.failed, self._in_flight = False, None
+        self._in_flight = None
         if outcome.path is not None:
             self._completed.append(outcome.path)
         if outcome.error is None:
@@ -171,13 +172,20 @@ class CheckpointWriter:
 
     # From here on in the thread, if there is one.
 
+    def _write_beside(self, snapshot: Snapshot) -> _Outcome:
+        outcome = None
+        try:
+            outcome = self._write(snapshot)
+            return outcome
+        finally:
+            self.failed = outcome is None or outcome.error is not None
+
     def _write(self, snapshot: Snapshot) -> _Outcome:
         name = f"step-{snapshot.step:08d}"
         path, what = self._store.path(name), f"the checkpoint of step {snapshot.step}"
         try:
             metric = self._put(name, snapshot)
         except OSError as error:
-            self.failed = True
             return _Outcome(
                 None,
                 OSError(
@@ -193,7 +201,6 @@ class CheckpointWriter:
             self._link()
             self._remove_old()
         except OSError as error:
-            self.failed = True
             return _Outcome(
                 path, OSError(f"{what} is in {path}, but cleaning up failed: {_reason(error)}")
             )
