@@ -98,7 +98,7 @@ def report(rows: dict[tuple[Fault, str], Row], markdown: bool) -> str:
                 fault.what.format(moment=moment),
                 str(len(row.held) + row.broken),
                 str(len(row.held)),
-                _spread([outcome.lost for outcome in row.held], "d"),
+                _spread([outcome.lost for outcome in row.held], "g"),
                 _spread([outcome.seconds for outcome in row.held], ".1f"),
                 fault.until,
                 f"`{name}`" if markdown else name,
@@ -108,25 +108,27 @@ def report(rows: dict[tuple[Fault, str], Row], markdown: bool) -> str:
 
 
 def restarts(rows: dict[tuple[Fault, str], Row]) -> str:
-    """Return how long restarts take, compared with a fresh start of the same run."""
-    costs = [outcome for row in rows.values() for outcome in row.held if outcome.fresh_s]
+    """Return how long killed ranks took to come back, and how long the run had taken to start."""
+    costs = [
+        (outcome.seconds, outcome.fresh_s)
+        for (fault, _), row in rows.items()
+        for outcome in row.held
+        if fault.name == "kill-rank" and outcome.fresh_s is not None
+    ]
     if not costs:
         return ""
-    ratios = [outcome.seconds / outcome.fresh_s for outcome in costs if outcome.fresh_s]
+    again, fresh = ([pair[place] for pair in costs] for place in (0, 1))
+    ratios = [pair[0] / pair[1] for pair in costs]
     return (
-        f"{len(costs)} times it took "
-        f"{_spread([outcome.seconds for outcome in costs], '.1f')} s from the fault to the first "
-        f"new step, {_spread(ratios, '.2f')} times as long as from fit() to the first step of all "
-        "(median, worst)"
+        f"{len(costs)} restarts: {_spread(again, '.1f')} s from kill to first new step, and "
+        f"{_spread(fresh, '.1f')} s before that from fit() to the first step of all; ratio "
+        f"{_spread(ratios, '.2f')} (median, worst)"
     )
 
 
 def _spread(values: Sequence[float], form: str) -> str:
     """Return the median and the worst."""
-    if not values:
-        return "-"
-    middle = median(values)
-    return f"{middle:{form if form != 'd' or middle % 1 == 0 else '.1f'}}, {max(values):{form}}"
+    return f"{median(values):{form}}, {max(values):{form}}" if values else "-"
 
 
 def _story(folder: Path) -> str:

@@ -28,7 +28,7 @@ def be_killed(tell):
         thread.start()
         thread.join()
     server = fork_sleeper()  # meant to live on
-    folder = children._own_janitor().folder
+    folder = children._own_janitor(os.getpid()).folder
     noted = Path(folder, "pids").read_text().split()
     assert noted == [str(pid) for pid in (os.getpid(), worker, *found)]
     os.write(tell, f"{worker} {found[0]} {server} {folder}".encode())

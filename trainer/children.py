@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -52,7 +52,7 @@ def taken_along() -> Iterator[None]:
     if _always:
         yield
         return
-    _settle(_own_janitor().folder)
+    _settle(_own_janitor(os.getpid()).folder)
     try:
         yield
     finally:
@@ -66,7 +66,9 @@ def start_janitor() -> Janitor:
     return janitor
 
 
-_own_janitor = functools.cache(start_janitor)
+@functools.cache
+def _own_janitor(pid: int) -> Janitor:
+    return start_janitor()
 
 
 def settle_worker() -> None:
@@ -83,9 +85,7 @@ def settle_worker() -> None:
 
 
 def _note() -> None:
-    folder = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
-    with suppress(OSError):  # the janitor has removed it: the parent is dead
-        note(folder)
+    note(multiprocessing.current_process()._config["tempdir"])  # type: ignore[attr-defined]
 
 
 def _settle(folder: str) -> None:

@@ -45,7 +45,8 @@ def note(folder: str) -> None:
 
     That is a tensor which it was about to send when it was killed.
     """
-    with open(f"{folder}/pids", "a") as file:
+    # Gone are the folders of a parent that was killed, and old ones where /tmp is cleaned.
+    with suppress(FileNotFoundError), open(f"{folder}/pids", "a") as file:
         file.write(f"{os.getpid()}\n")
 
 

@@ -191,6 +191,7 @@ def _wait_for_all(store: Store, world_size: int) -> None:
 
 
 def _write_result(result: Any, group: Group) -> None:
+    os.makedirs(group.folder, exist_ok=True)  # a system that cleans /tmp may have found it too old
     with open(result_path(group), "wb") as file:
         try:
             torch.save(result, file, pickle_protocol=pickle.HIGHEST_PROTOCOL)

@@ -61,12 +61,12 @@ class Undisturbed:
             raise Broken("metrics.jsonl is not that of an undisturbed run")
 
 
-def goes_on(run: Running, undisturbed: Undisturbed) -> Outcome:
+def goes_on(run: Running, undisturbed: Undisturbed, files_too: bool = True) -> Outcome:
     """The run starts its ranks again and ends as if nothing had been."""
     _expect(run, 0)
     ended = time.monotonic()
     undisturbed.check(run)
-    run.cleared()
+    run.cleared(files_too)
     harm = _harm(run)
     steps = run.events("step")
     before = [event for event in steps if event.time <= harm.time]

@@ -38,6 +38,7 @@ class Fault:
         options: Of the Trainer.
         does: What the run does to itself, on a random rank, at the moment; see `Spec`.
         remote: Whether the run's folder is a url.
+        torchrun: Whether torchrun starts it.
         place: Prepares the folder.
         needs_mount: Whether that is by mounting something.
         times: How often it is tried.
@@ -53,6 +54,7 @@ class Fault:
     options: dict[str, Any] | None = None
     does: str = ""
     remote: bool = False
+    torchrun: bool = False
     place: Callable[[Spec], AbstractContextManager[None]] = lambda spec: nullcontext()
     needs_mount: bool = False
     times: int = 4
@@ -69,6 +71,7 @@ class Fault:
             str(folder),
             options=self.options or {},
             remote=self.remote,
+            torchrun=self.torchrun,
             does=self.does,
             where=moment if self.does else "",
             rank=any_rank(rng),

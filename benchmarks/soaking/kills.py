@@ -117,6 +117,17 @@ FAULTS = [
         )
     ),
     Fault(
+        "torchrun",
+        "SIGKILL of a rank that torchrun started",
+        NEW_STEP,
+        partial(goes_on, files_too=False),  # torchrun leaves some
+        moments=SELF_HARM,
+        options={"resume": "auto"},
+        does="kill",
+        torchrun=True,
+        times=5,
+    ),
+    Fault(
         "kill-parent",
         "SIGKILL of the parent; the same command again",
         NOTHING_LEFT,

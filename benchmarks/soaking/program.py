@@ -40,6 +40,7 @@ class Spec:
         folder: Holds what it writes and its events.
         options: Of the Trainer, beside the usual ones.
         remote: Whether it writes to a url.
+        torchrun: Whether torchrun starts it.
         pace_s: How long each forward, backward and update sleeps, and the loading of a micro-batch.
         does: A harm that the run does to itself, once; see `Harm`.
         where: In which part of a step.
@@ -50,6 +51,7 @@ class Spec:
     folder: str
     options: dict[str, Any] = field(default_factory=dict)
     remote: bool = False
+    torchrun: bool = False
     pace_s: float = 0.005
     does: str = ""
     where: str = ""

@@ -26,6 +26,13 @@ LIMIT_S = 120.0
 CLEAR_S = 10.0
 """The longest after its end that something of it may still be there."""
 _POLL_S = 0.0005
+_TORCHRUN = [
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node=2",
+    "--max-restarts=3",
+]
 _CACHE = "torchinductor_"  # one folder per user, which torch makes when it is imported
 
 
@@ -120,10 +127,11 @@ class Running:
         name, value = self._mark.split("=")
         paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         env = {**os.environ, "TMPDIR": str(self.tmp), "PYTHONPATH": paths, name: value}
+        command = [sys.executable, *(_TORCHRUN if spec.torchrun else []), "-m", PROGRAM]
         self.started = time.monotonic()
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", PROGRAM, spec.dumped()],
+                [*command, spec.dumped()],
                 cwd=folder,
                 env=env,
                 stdin=subprocess.DEVNULL,
@@ -259,10 +267,10 @@ class Running:
     def bits(self) -> str:
         """Return the hash of the weights that the program had at its end."""
         lines = self.out.read_text().splitlines()
-        found = [line.split()[1] for line in lines if line.startswith("DONE ")]
+        found = {line.split()[1] for line in lines if line.startswith("DONE ")}
         if len(found) != 1:
             raise Broken(f"the run ended without weights: {lines}")
-        return found[0]
+        return found.pop()
 
     def measured(self) -> list[dict[str, Any]]:
         """Return what it wrote to metrics.jsonl."""
