@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -19,7 +21,7 @@ def fork_sleeper():
     return pid
 
 
-def be_killed(tell):
+def be_killed():
     """Start processes, tell of them, and be killed."""
     with children.taken_along():
         worker = fork_sleeper()
@@ -31,23 +33,18 @@ def be_killed(tell):
     folder = children._own_janitor(os.getpid()).folder
     noted = Path(folder, "pids").read_text().split()
     assert noted == [str(pid) for pid in (os.getpid(), worker, *found)]
-    os.write(tell, f"{worker} {found[0]} {server} {folder}".encode())
+    print(worker, found[0], server, folder, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_killed_process_takes_its_workers_along():
-    told, tell = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            be_killed(tell)
-        finally:
-            os._exit(1)
-    *pids, folder = os.read(told, 1000).decode().split()
+    program = [sys.executable, "-c", "from test_children import be_killed; be_killed()"]
+    paths = {"PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[1]}"}
+    with subprocess.Popen(program, stdout=subprocess.PIPE, env=os.environ | paths) as process:
+        assert process.stdout is not None
+        *pids, folder = process.stdout.readline().decode().split()
     worker, of_thread, server = map(int, pids)
-    os.close(told)
-    os.close(tell)
-    os.waitpid(child, 0)
+    assert process.returncode == -signal.SIGKILL
     try:
         deadline = time.monotonic() + 10
         while is_running(worker) or Path(folder).exists():
