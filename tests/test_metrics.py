@@ -5,7 +5,7 @@ import io
 import pytest
 import torch
 import torchmetrics as tm
-from support import Regression, fit, on_ranks, samples
+from support import Regression, fit, measured, on_ranks, samples
 from torchmetrics import classification, wrappers
 
 from trainer import distributed, metrics
@@ -212,7 +212,7 @@ def logged(folder):
     """Fit on the ranks that are there; return what was logged."""
     data = {"train": samples(21), "val": samples(9)}
     sizes = {"global_batch_size": 8, "micro_batch_size": 2, "max_epochs": 1}
-    return fit(Measured(), folder, reproducible=True, **data, **sizes).metrics
+    return measured(fit(Measured(), folder, reproducible=True, **data, **sizes).metrics)
 
 
 def everything(folder, former):

@@ -26,7 +26,7 @@ def stop(run: Running, rng: Random, moment: str, at_rank: bool) -> None:
     parent, ranks = run.pid, run.ranks()
     run.kill(ranks[rank] if at_rank else parent, number=_stop_signal(rng))
     first = run.harmed
-    time.sleep(rng.choice([0, 0.01, 0.1, 0.5]))
+    time.sleep(rng.choice([0, 0.01, 0.1, 0.5, 1.0]))
     run.kill(rng.choice([parent, *ranks]), number=_stop_signal(rng))
     run.harmed = first
 
