@@ -1,8 +1,11 @@
 """What is a mistake, what is no accident, and what is shown of either."""
 
 import pytest
+from torch.utils.data import Dataset, default_collate
 
 from trainer.config import TrainerConfig
+from trainer.data.fetching import Fetch, Request
+from trainer.data.loading import Source
 from trainer.failures import Failure, RankError, is_hopeless, is_mistake, shown
 
 
@@ -30,6 +33,18 @@ def own_error():
     raise ValueError("the user's own")
 
 
+class Broken(Dataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        raise OSError("the server does not answer")
+
+
+def broken_sample():
+    Fetch(Source(Broken(), default_collate, None), seed=0)[Request([1], 0, 0, 1, True, 0)]
+
+
 def accident(text="no space"):
     raise OSError(text)
 
@@ -39,9 +54,10 @@ def test_mistake_is_one_line_and_another_error_shows_its_code(get):
     assert is_mistake(get(mistake))
     assert shown(get(mistake)).startswith("error: devices=0")
     assert shown(get(mistake)).count("\n") == 1
-    for raises in (own_error, accident):
+    for raises in (own_error, accident, broken_sample):
         assert not is_mistake(get(raises))
         assert f"in {raises.__name__}" in shown(get(raises))
+    assert 'raise OSError("the server' in shown(get(broken_sample))
     killed = RankError("rank 1 was killed")
     assert shown(killed) == "error: rank 1 was killed\n"
 

@@ -25,6 +25,10 @@ class RankError(RuntimeError):
     """A rank ended in a way that left no exception to raise here: killed, silent, or by an exit."""
 
 
+class SampleError(ValueError):
+    """The user's dataset raised, or what makes batches of it: a mistake there, or an accident."""
+
+
 class RemoteTraceback(Exception):  # noqa: N818 - shown as a cause, never raised
     """The traceback of another process as text; the cause of the exception raised here.
 
@@ -102,12 +106,16 @@ def follows_from_another(error: BaseException) -> bool:
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Whether ``error`` is a `ValueError` by which this package tells the user of a mistake."""
+    """Whether ``error`` is a `ValueError` by which this package tells the user of a mistake.
+
+    It needs no traceback, and comes again however often it is tried.
+    """
     if isinstance(error.__cause__, RemoteTraceback):
         return error.__cause__.is_mistake
     frames = traceback.extract_tb(error.__traceback__)
     return (
         isinstance(error, ValueError)
+        and not isinstance(error, SampleError)
         and bool(frames)
         and Path(__file__).parent in Path(frames[-1].filename).parents
     )

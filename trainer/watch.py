@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 T = TypeVar("T")
 
 _SLOT = 8  # floats for one rank: a cache line of its own
-_PHASE, _SINCE, _STEP, _LIMIT = range(4)
+_PHASE, _SINCE, _STEP, _LIMIT, _ASKED = range(5)
 
 
 class Phase(IntEnum):
@@ -163,6 +163,11 @@ class Watch:
         self._slot[_LIMIT] = seconds
 
     @property
+    def is_asked(self) -> bool:
+        """Whether the reader of the `Board` wants this rank to report."""
+        return self._slot[_ASKED] > 0
+
+    @property
     def note(self) -> Note:
         """The same as another process reads it."""
         return Note(self.phase, self.since, self._step, self._limit_s)
@@ -205,6 +210,12 @@ class Board:
                 values[start : start + _SLOT] for start in range(0, len(values), _SLOT)
             )
         ]
+
+
+    def ask(self) -> None:
+        """Ask all ranks to report."""
+        for slot in range(0, len(self._floats), _SLOT):
+            self._floats[slot + _ASKED] = 1.0
 
 
 def _map(path: Path) -> memoryview[float]:

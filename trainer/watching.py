@@ -32,8 +32,9 @@ from trainer.watch import Board, Note, watch
 _ANSWER_S = 2.0  # for a rank to report, with the stacks of its loader workers
 _PAUSE_S = 5.0  # between two looks: this process was stopped, and the ranks with it
 _LOOK_S = 1.0
+_LISTEN_S = 0.1
 _WITHOUT_GIL_S = 5.0  # after the limit: the others have asked by then
-_ASKED, _TOLD = "report", "told"
+_ASKED, _REPORT, _TOLD = "asked", "report", "told"
 
 _calls = itertools.count()  # of `watching_each_other`: the same number on every rank
 
@@ -81,7 +82,8 @@ class Watcher:
         notes = self._board.read()
         if not self._patience.is_over(notes):
             return
-        reports = _ask(store, sorted(pids), _ANSWER_S)
+        self._board.ask()
+        reports = _answers(store, sorted(pids), _ANSWER_S)
         for rank in pids.keys() - reports.keys():
             dumps = _dumps(self._folder, rank)
             reports[rank] = RankReport.of_silent(rank, pids[rank], notes[rank], dumps)
@@ -95,17 +97,17 @@ def report_when_asked(rank: int, folder: Path, store: Store) -> None:
     Args:
         rank: Its number.
         folder: The watcher's.
-        store: A connection for this alone: it waits there.
+        store: Through which it answers.
     """
     watch.share(_board(folder), rank)
     dumps = _dumps(folder, rank)
     stacks.dump_on_signal(dumps.open("a"))
 
     def answer() -> None:
-        with suppress(DistError):  # the watcher is gone, and this process will be
-            store.wait([_ASKED], timedelta(days=365))
-            report = RankReport.of_this(rank, dumps)
-            store.set(f"{_ASKED}/{rank}", pickle.dumps(report))  # type: ignore[arg-type]
+        # Not by waiting in the store: if the watcher is killed, torch would warn of it.
+        while not watch.is_asked:
+            time.sleep(_LISTEN_S)
+        store.set(f"{_REPORT}/{rank}", pickle.dumps(RankReport.of_this(rank, dumps)))  # type: ignore[arg-type]
 
     threading.Thread(target=answer, name="report when asked", daemon=True).start()
 
@@ -170,9 +172,10 @@ class _OwnLook(threading.Thread):
         rank, ranks = distributed.rank(), range(distributed.world_size())
         report = RankReport.of_this(rank, self._dumps)
         try:
-            is_first = self._store.add(f"{_ASKED} first", 1) == 1
-            self._store.set(f"{_ASKED}/{rank}", pickle.dumps(report))  # type: ignore[arg-type]
-            reports = _ask(self._store, ranks, _LOOK_S + _ANSWER_S) if is_first else {}
+            is_first = self._store.add("first to ask", 1) == 1
+            self._store.set(f"{_REPORT}/{rank}", pickle.dumps(report))  # type: ignore[arg-type]
+            self._store.set(_ASKED, "")
+            reports = _answers(self._store, ranks, _LOOK_S + _ANSWER_S) if is_first else {}
         except DistError:  # the store went with its rank
             is_first, reports = True, {rank: report}
         if is_first:
@@ -186,11 +189,10 @@ class _OwnLook(threading.Thread):
         os._exit(1)
 
 
-def _ask(store: Store, ranks: Sequence[int], within_s: float) -> dict[int, RankReport]:
+def _answers(store: Store, ranks: Sequence[int], within_s: float) -> dict[int, RankReport]:
     """Return the reports of the ranks that answer in time, in rank order."""
-    store.set(_ASKED, "")
     deadline = time.monotonic() + within_s
-    keys = {rank: f"{_ASKED}/{rank}" for rank in ranks}
+    keys = {rank: f"{_REPORT}/{rank}" for rank in ranks}
     while not store.check(list(keys.values())) and time.monotonic() < deadline:
         time.sleep(0.02)
     return {rank: pickle.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}

@@ -96,9 +96,7 @@ def test_nothing_survives_a_killed_caller(tmp_path, method):
     program.wait_until_ready()
     program.process.kill()
     code, _, stderr = program.end(within=10)
-    assert code == -signal.SIGKILL
-    # The caller's store may be gone an instant before a rank is, and torch warns of that.
-    assert "Traceback" not in stderr
+    assert (code, stderr) == (-signal.SIGKILL, "")
 
 
 def test_nothing_survives_a_killed_rank(tmp_path):

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from trainer.data import draws
 from trainer.data.held import Generators, set_epoch
 from trainer.data.loading import MicroBatch, Source, length
+from trainer.failures import SampleError
 from trainer.seeding import Stream, stream_key
 
 
@@ -94,7 +95,7 @@ class Fetch(Dataset[MicroBatch]):
         try:
             return self.source.collate(samples)
         except Exception as error:
-            raise ValueError(
+            raise SampleError(
                 f"collating the samples {indices} raised {type(error).__name__}: {error}; samples "
                 "of one batch must have the same keys and shapes, or collate_fn must pad them"
             ) from error
@@ -115,7 +116,7 @@ class Fetch(Dataset[MicroBatch]):
                 except Exception as alone:
                     raise _item_error(self._dataset, index, alone) from alone
             name = type(self._dataset).__name__
-            raise ValueError(
+            raise SampleError(
                 f"{name}.__getitems__ raised {type(error).__name__}: {error} for the indices "
                 f"{indices}, though for none of them alone"
             ) from error
@@ -133,8 +134,8 @@ def _rows(dataset: TensorDataset, indices: list[int]) -> list[torch.Tensor]:
     return [tensor.index_select(0, chosen) for tensor in dataset.tensors]
 
 
-def _item_error(dataset: Any, index: Any, error: Exception) -> ValueError:
-    return ValueError(
+def _item_error(dataset: Any, index: Any, error: Exception) -> SampleError:
+    return SampleError(
         f"{type(dataset).__name__}[{index}] raised {type(error).__name__}: {error}; repair or "
         f"leave out the sample with index {index} (len() of the dataset: {length(dataset)})"
     )
