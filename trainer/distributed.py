@@ -6,18 +6,14 @@ be taken down and set up again at a step boundary.
 
 from __future__ import annotations
 
-import functools
 import gc
 import math
 import os
 import pickle
 import sys
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +26,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from trainer.failures import Failure
+from trainer.forking import fork_safely
 from trainer.guard import no_collectives
 from trainer.watch import Phase, watch
 
@@ -128,7 +125,7 @@ def setup(
     if sys.platform == "linux" and os.environ.get("GROUP_WORLD_SIZE") == "1":
         # The host's own name may lead to an address that does not answer.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    _fork_safely()
+    fork_safely()
     device_id = None
     if kind == "cuda":
         device_id = _cuda_device(int(os.environ["LOCAL_RANK"]))
@@ -177,35 +174,6 @@ def _limit(seconds: float) -> None:
 
 def _collective_timeout() -> timedelta:
     return timedelta(seconds=watch.limit_s + _BACKSTOP_S)
-
-
-@functools.cache
-def _fork_safely() -> None:
-    """Have every later fork of this process wait for a moment in which its other threads rest.
-
-    Gloo's threads free tensors, for which they become threads of Python for an instant, under a
-    lock of the interpreter's. A process forked in that instant (a loader worker) waits for the lock
-    for ever; Python 3.12 makes the lock anew in the child.
-    """
-    if sys.platform == "linux" and sys.version_info < (3, 12):
-        os.register_at_fork(before=_wait_for_rest)
-
-
-def _wait_for_rest(at_most_s: float = 0.1) -> None:
-    deadline = time.monotonic() + at_most_s  # a thread may have long work of another kind
-    while _others_run() and time.monotonic() < deadline:
-        time.sleep(0.0005)
-
-
-def _others_run() -> bool:
-    """Whether another thread of this process runs, or is about to."""
-    own = threading.get_native_id()
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # it ended just now
-            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
-            if state == "R" and int(task.name) != own:
-                return True
-    return False
 
 
 def teardown() -> None:

@@ -22,6 +22,7 @@ from trainer import distributed, metrics, stopping
 from trainer.callbacks import Callback
 from trainer.checkpoint.past import read_past
 from trainer.checkpoint.saving import Saver, Stateful, named
+from trainer.due import due, limit_reached
 from trainer.gradients import Gradients, trained_names
 from trainer.logbook import Logbook
 from trainer.loggers import Logger
@@ -173,9 +174,8 @@ class Training:
         if config.num_sanity_val_steps:
             with self.cut_short():
                 self.session.evaluate_once("val", config.num_sanity_val_steps)
-        if state.step:  # resumed: what a signal kept from being done at this step
-            self.after_step()
-        self.stop_at_limit()
+        if state.step and self.stop_reason is None:
+            self.after_step()  # resumed: what a signal has kept from being done at this step
         while self.stop_reason is None:
             watch.enter(Phase.EPOCH_START)
             self.seed_hook(Stream.EPOCH_START)
@@ -262,16 +262,9 @@ class Training:
 
     def after_step(self) -> None:
         """Log, validate and save where this step calls for it, and obey what is asked for."""
-        config, state = self.config, self.state
-        self.stop_at_limit()
-        is_epoch_end = not state.step_in_epoch
-        log = is_epoch_end or _due(config.log_every_n_steps, state.step)
-        validate = _due(config.validate_every_n_steps, state.step) or (
-            is_epoch_end and _due(config.validate_every_n_epochs, state.epoch)
-        )
-        save = _due(config.checkpoint.every_n_steps, state.step) or (
-            is_epoch_end and _due(config.checkpoint.every_n_epochs, state.epoch)
-        )
+        state = self.state
+        self.stop_reason = limit_reached(self.config, state)
+        log, validate, save = due(self.config, state)
         if log:
             self.log()
         if validate:
@@ -282,14 +275,6 @@ class Training:
             self.obey()
         elif self.saver.failed:
             self.announce_saved()
-
-    def stop_at_limit(self) -> None:
-        """End the run where ``max_steps`` or ``max_epochs`` says so."""
-        config, state = self.config, self.state
-        if config.max_steps is not None and state.step >= config.max_steps:
-            self.stop_reason = f"max_steps={config.max_steps} reached"
-        elif config.max_epochs is not None and state.epoch >= config.max_epochs:
-            self.stop_reason = f"max_epochs={config.max_epochs} reached"
 
     def log(self) -> None:
         """Reduce what was logged since the last time and hand it to callbacks and loggers."""
@@ -403,7 +388,3 @@ class Training:
     def keep_time(self) -> None:
         """Bring the run's clock up to now."""
         self.state.time_s = time.monotonic() - self.started
-
-
-def _due(every: int | None, count: int) -> bool:
-    return every is not None and count % every == 0

@@ -211,7 +211,6 @@ class Board:
             )
         ]
 
-
     def ask(self) -> None:
         """Ask all ranks to report."""
         for slot in range(0, len(self._floats), _SLOT):

@@ -1,10 +1,10 @@
-"""How a rank forks beside the threads of its group. The collectives have tests with real ranks."""
+"""How a rank forks beside the threads of its group."""
 
 import hashlib
 import threading
 import time
 
-from trainer import distributed
+from trainer import forking
 
 
 def test_fork_waits_for_a_moment_in_which_other_threads_rest():
@@ -15,14 +15,14 @@ def test_fork_waits_for_a_moment_in_which_other_threads_rest():
     running = threading.Thread(target=lambda: hashlib.pbkdf2_hmac("md5", b"", b"", 1_500_000))
     running.start()
     time.sleep(0.1)
-    assert distributed._others_run()
+    assert forking._others_run()
     start = time.monotonic()
-    distributed._wait_for_rest(at_most_s=0.2)
+    forking._wait_for_rest(at_most_s=0.2)
     assert 0.2 <= time.monotonic() - start < 1  # there is none
 
     running.join()
     start = time.monotonic()
-    distributed._wait_for_rest(at_most_s=60)
+    forking._wait_for_rest(at_most_s=60)
     assert time.monotonic() - start < 30
     may_end.set()
     resting.join()
