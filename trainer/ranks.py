@@ -98,8 +98,14 @@ def _signals_handled(supervisor: _Supervisor, can_stop: bool) -> Iterator[None]:
         deadly.append(number)
         supervisor.stopping = True
 
+    def pause(number: int, frame: object) -> None:
+        supervisor.send(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)  # until a shell's "fg"
+        supervisor.send(signal.SIGCONT)
+
     # Of work that cannot stop Ctrl-C stays as it is, and ends the wait.
     handlers: dict[int, Any] = dict.fromkeys((signal.SIGTERM, signal.SIGHUP), end)
+    handlers[signal.SIGTSTP] = pause  # Ctrl-Z: the ranks are in sessions of their own
     if can_stop:
         handlers |= dict.fromkeys(stopping.STOP_SIGNALS, ask)
     children = signal.getsignal(signal.SIGCHLD)
@@ -134,11 +140,18 @@ class _Supervisor(threading.Thread):
         self._method = method
         self._work: Work | None = work
         self._max_restarts = max_restarts
+        self._pids: list[int] = []
         self.stopping = False
         self.asked_to_stop = False
         self.finished = threading.Event()
         self.result: Any = None
         self.error: BaseException | None = None
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to all ranks that there are."""
+        for pid in self._pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def run(self) -> None:
         try:
@@ -182,7 +195,8 @@ class _Supervisor(threading.Thread):
                 context = starting.start(group, self._method, work, listener)
                 listener_fd = listener.detach()  # it is the store's now
             try:
-                janitor.watch(context.pids().values())
+                self._pids = list(context.pids().values())
+                janitor.watch(self._pids)
                 store = TCPStore(
                     HOST,
                     group.port,
@@ -201,6 +215,7 @@ class _Supervisor(threading.Thread):
             except RankError as hang:
                 return hang.with_traceback(None)  # else it would keep the store
             finally:
+                self._pids = []
                 context.close(signal.SIGKILL, timeout=_GRACE_S)
         finally:
             janitor.clean()
@@ -220,9 +235,7 @@ class _Supervisor(threading.Thread):
         while not self.stopping:
             if self.asked_to_stop and not is_asked:
                 is_asked = True
-                for pid in context.pids().values():
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGTERM)
+                self.send(signal.SIGTERM)
             codes = {number: _exit_code(pid) for number, pid in context.pids().items()}
             ended = {number: code for number, code in codes.items() if code is not None}
             all_done = store.check(["all done"])

@@ -8,6 +8,8 @@ import re
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,12 @@ def to_parent(pid: int, running: Program, number: int) -> None:
     os.kill(running.process.pid, number)
 
 
+def to_everybody(pid: int, running: Program, number: int) -> None:
+    for found in running.processes():
+        with suppress(ProcessLookupError):
+            os.kill(found, number)
+
+
 def to_group(pid: int, running: Program, number: int) -> None:
     os.killpg(running.process.pid, number)
 
@@ -48,35 +56,45 @@ CASES: dict[str, tuple[Any, ...]] = {
     # where it is, ranks, who gets the signal, which ones, exit code
     "rank in forward": ("forward", 2, to_rank, [Signals.SIGTERM] * 2, 143),
     "parent in validation": ("validation", 2, to_parent, [Signals.SIGUSR1], 143),
-    "everybody while loading": ("worker", 2, to_group, [Signals.SIGTERM] * 2, 143),
+    "rank in validation": ("validation", 2, to_rank, [Signals.SIGUSR1], 143),
+    "everybody while loading": ("worker", 2, to_everybody, [Signals.SIGTERM] * 2, 143),
     "one process while saving": ("saving", 1, to_parent, [Signals.SIGTERM], 143),
+    "Ctrl-C": ("forward", 2, to_group, [Signals.SIGINT], -Signals.SIGINT),
     "Ctrl-C, one process": ("forward", 1, to_group, [Signals.SIGINT], -Signals.SIGINT),
 }
 
 
+Stopped = tuple[Path, int, str, str, float]  # folder, exit code, output, errors, seconds to the end
+
+
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: Any) -> dict[str, tuple[Path, int, str, str, float]]:
-    """Every case once: folder, exit code, output, errors, seconds to the end."""
-    found: dict[str, tuple[Path, int, str, str, float]] = {}
+def stopped(tmp_path_factory: Any) -> dict[str, Stopped]:
+    """Every case once, two at a time."""
     fake = tmp_path_factory.mktemp("bin") / "scontrol"
     fake.write_text('#!/bin/sh\necho "$@" > requeued\n')
     fake.chmod(0o755)
     slurm = {"SLURM_JOB_ID": "17", "PATH": f"{fake.parent}:{os.environ['PATH']}"}
-    for name, (where, devices, send, numbers, _) in CASES.items():
-        folder = tmp_path_factory.mktemp("run")
-        running = program(folder, "fit", "run", devices, where, **slurm)
-        pid = place(running)
-        sent = time.monotonic()
-        for number in numbers:
-            send(pid, running, number)
-            time.sleep(0.05)
-        code, stdout, stderr = running.end(within=20)
-        seconds = time.monotonic() - sent
-        (told,) = re.findall(r"stopped by \w+ at step (\d+); checkpoint: (\S+)", stderr)
-        assert told[1].endswith(f"run/checkpoints/step-{int(told[0]):08d}")
-        assert Path(told[1], "manifest.json").is_file()
-        found[name] = folder, code, stdout, stderr, seconds
-    return found
+    folders = [tmp_path_factory.mktemp("run") for _ in CASES]
+    with ThreadPoolExecutor(2) as pool:
+        found = pool.map(lambda name, folder: stop(name, folder, slurm), CASES, folders)
+        return dict(zip(CASES, found, strict=True))
+
+
+def stop(name: str, folder: Path, slurm: dict[str, str]) -> Stopped:
+    """Run a case, and see that what it names as saved is there: a resume may remove it."""
+    where, devices, send, numbers, _ = CASES[name]
+    running = program(folder, "fit", "run", devices, where, **slurm)
+    pid = place(running)
+    sent = time.monotonic()
+    for number in numbers:
+        send(pid, running, number)
+        time.sleep(0.05)
+    code, stdout, stderr = running.end(within=20)
+    seconds = time.monotonic() - sent
+    (told,) = re.findall(r"stopped by \w+ at step (\d+); checkpoint: (\S+)", stderr)
+    assert told[1].endswith(f"run/checkpoints/step-{int(told[0]):08d}")
+    assert Path(told[1], "manifest.json").is_file()
+    return folder, code, stdout, stderr, seconds
 
 
 @pytest.fixture(scope="module")

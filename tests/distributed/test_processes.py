@@ -81,6 +81,40 @@ def test_ctrl_c_ends_the_ranks_and_interrupts_the_caller(tmp_path, method, whole
     assert stderr.rstrip().endswith("KeyboardInterrupt")
 
 
+def test_ctrl_z_stops_the_ranks_too_and_they_go_on(tmp_path):
+    program = scenario("wait", tmp_path)
+    program.wait_until_ready()
+    ranks = [pid for pid in program.processes() if parent_of(pid) == program.process.pid]
+    assert len(ranks) >= 2
+    os.kill(program.process.pid, signal.SIGTSTP)
+    wait_until(lambda: state_of(program.process.pid) == "T")
+    stopped = [pid for pid in ranks if state_of(pid) == "T"]
+    assert len(stopped) == 2  # the janitor is not
+    os.kill(program.process.pid, signal.SIGCONT)
+    wait_until(lambda: all(state_of(pid) != "T" for pid in [program.process.pid, *stopped]))
+    os.kill(program.process.pid, signal.SIGTERM)
+    assert program.end(within=5)[0] == -signal.SIGTERM
+
+
+def wait_until(holds):
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def parent_of(pid):
+    return int(fields_of(pid)[1])
+
+
+def state_of(pid):
+    return fields_of(pid)[0]
+
+
+def fields_of(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
 def test_terminated_caller_takes_the_ranks_with_it(tmp_path):
     program = scenario("wait", tmp_path)
     program.wait_until_ready()
