@@ -88,7 +88,8 @@ def test_forked_process_does_not_keep_the_janitor_waiting():
         time.sleep(60)
         os._exit(0)
     try:
-        janitor._forget()  # as if this process had ended
+        janitor._pipes.discard(cleaner._pipe)
+        os.close(cleaner._pipe)  # as if this process had ended
         cleaner._shell.wait(timeout=20)
         assert not Path(cleaner.folder).exists()
     finally:

@@ -269,7 +269,7 @@ def assert_only_its_message(report: VerifyReport) -> None:
     """What failed is said once, without general advice, and nothing is found beside it."""
     (failed,) = report.failed
     assert failed.found == "the run on 2 processes failed", str(report)
-    assert failed.advice.startswith(("ValueError: ", "NotFiniteError: "))
+    assert failed.advice.startswith(("ValueError: ", "NotFiniteError: ", "SampleError: "))
     assert failed.advice.endswith("; the traceback is below")
     assert "one process fails too" not in failed.advice
     assert "\n" not in failed.advice
@@ -284,7 +284,7 @@ class Broken(TensorDataset):
 
 def test_a_dataset_that_fails_in_a_loader_worker(tmp_path: Path) -> None:
     report = verify(Regression(), tmp_path, Broken(*samples(22).tensors), num_workers=1)
-    assert_finds(report, 4, "loss curves", "ValueError: Broken[3] raised OSError: no such file")
+    assert_finds(report, 4, "loss curves", "SampleError: Broken[3] raised OSError: no such file")
     assert_only_its_message(report)
     assert "in __getitem__" in str(report)  # the traceback
 

@@ -71,7 +71,7 @@ class RunOnce:
             return ""
         _, from_worker, text = str(error).partition("Original Traceback (most recent call last):")
         if from_worker:
-            return text.strip().splitlines()[-1]
+            return text.strip().splitlines()[-1].removeprefix(f"{type(error).__module__}.")
         return f"{type(error).__name__}: {error}".strip()
 
     @property
