@@ -17,12 +17,12 @@ def test_fork_waits_for_a_moment_in_which_other_threads_rest():
     time.sleep(0.1)
     assert forking._others_run()
     start = time.monotonic()
-    forking._wait_for_rest(at_most_s=0.2)
+    forking.wait_for_rest(at_most_s=0.2)
     assert 0.2 <= time.monotonic() - start < 1  # there is none
 
     running.join()
     start = time.monotonic()
-    forking._wait_for_rest(at_most_s=60)
+    forking.wait_for_rest(at_most_s=60)
     assert time.monotonic() - start < 30
     may_end.set()
     resting.join()

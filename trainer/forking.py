@@ -20,10 +20,11 @@ def fork_safely() -> None:
     for ever; Python 3.12 makes the lock anew in the child.
     """
     if sys.platform == "linux" and sys.version_info < (3, 12):
-        os.register_at_fork(before=_wait_for_rest)
+        os.register_at_fork(before=wait_for_rest)
 
 
-def _wait_for_rest(at_most_s: float = 0.1) -> None:
+def wait_for_rest(at_most_s: float = 0.1) -> None:
+    """Wait until no other thread of this process runs: what it holds, a child would wait for."""
     deadline = time.monotonic() + at_most_s  # a thread may have long work of another kind
     while _others_run() and time.monotonic() < deadline:
         time.sleep(0.0005)

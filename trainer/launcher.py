@@ -134,20 +134,20 @@ def local_ranks(devices: int | str, kind: str) -> int:
 
 
 def _start_ranks(work: Work, config: TrainerConfig, kind: str, count: int) -> Any:
-    method, reason = starting.start_method()
-    how = "fork" if method == "fork" else f"fresh interpreters, because {reason}"
-    print(
-        f"launcher: {counted(count, 'process')} on this machine, started here ({how}); "
-        f"{distributed.backends(kind)} on {kind}",
-        flush=True,
-    )
+    def announce(how: str) -> None:
+        print(
+            f"launcher: {counted(count, 'process')} on this machine, started here ({how}); "
+            f"{distributed.backends(kind)} on {kind}",
+            flush=True,
+        )
+
     group = Group(
         world_size=count,
         kind=kind,
         num_threads=threads_per_rank(config, count),
         timeouts_s=config.timeouts_s,
     )
-    return ranks.run(group, method, work, config.max_restarts)
+    return ranks.run(group, work, config.max_restarts, announce)
 
 
 def _several_machines(config: TrainerConfig) -> str:

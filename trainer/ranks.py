@@ -20,8 +20,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,11 +39,18 @@ from trainer.watching import Watcher
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext
 
+_turn = threading.Lock()  # of a launch to start ranks: a fork inherits what other threads hold
+
 _POLL_S = 0.05
 _GRACE_S = 2  # for a killed rank to be gone
 
 
-def run(group: Group, method: str, work: Work, max_restarts: int = 0) -> Any:
+def run(
+    group: Group,
+    work: Work,
+    max_restarts: int = 0,
+    announce: Callable[[str], None] = lambda how: None,
+) -> Any:
     """Start the ranks, wait for them, and return rank 0's result.
 
     Whatever ends the wait (an exception in a rank, Ctrl-C, SIGTERM), no rank is left behind.
@@ -51,15 +58,14 @@ def run(group: Group, method: str, work: Work, max_restarts: int = 0) -> Any:
 
     Args:
         group: How many ranks, and how they run.
-        method: ``"fork"`` or ``"fresh"``.
         work: What they run. If it can stop, a signal asks it to; else it ends the ranks.
         max_restarts: How often the ranks are started again. They are not after a mistake of the
             caller's, or when the same exception came from the same step twice in a row.
+        announce: Called before the first start, with how the ranks are started.
     """
-    starting.prepare(method)
     is_main = threading.current_thread() is threading.main_thread()  # who may set handlers
     group = replace(group, can_stop=work.can_stop, caller_listens=is_main and work.can_stop)
-    supervisor = _Supervisor(group, method, work, max_restarts)
+    supervisor = _Supervisor(group, work, max_restarts, announce)
     with _signals_handled(supervisor, work.can_stop):
         try:
             supervisor.start()
@@ -134,12 +140,14 @@ class _Supervisor(threading.Thread):
         error: What the caller is to raise instead.
     """
 
-    def __init__(self, group: Group, method: str, work: Work, max_restarts: int) -> None:
-        super().__init__(name="trainer-ranks")
+    def __init__(
+        self, group: Group, work: Work, max_restarts: int, announce: Callable[[str], None]
+    ) -> None:
+        super().__init__(name=starting.THREAD)
         self._group = group
-        self._method = method
         self._work: Work | None = work
         self._max_restarts = max_restarts
+        self._announce = announce
         self._pids: list[int] = []
         self.stopping = False
         self.asked_to_stop = False
@@ -179,46 +187,46 @@ class _Supervisor(threading.Thread):
 
     def _attempt(self, attempt: Attempt, work: Work) -> Exception | None:
         """Start the ranks once, and note their result; return the error of the one that failed."""
-        janitor = Janitor()
-        try:
-            # The ranks may connect as soon as the socket listens. The store itself starts after
-            # the fork, because its thread would not survive that.
-            with socket.create_server((HOST, 0), backlog=3 * self._group.world_size) as listener:
-                group = replace(
-                    self._group,
-                    port=listener.getsockname()[1],
-                    parent=os.getpid(),
-                    folder=janitor.folder,
-                    attempt=attempt,
-                )
-                watcher = Watcher(Path(group.folder), group.world_size, group.timeouts_s)
-                context = starting.start(group, self._method, work, listener)
-                listener_fd = listener.detach()  # it is the store's now
-            try:
-                self._pids = list(context.pids().values())
-                janitor.watch(self._pids)
-                store = TCPStore(
-                    HOST,
-                    group.port,
-                    is_master=True,
-                    wait_for_workers=False,
-                    master_listen_fd=listener_fd,
-                )
-                deaths = self._wait(context, store, watcher)
-                if deaths:
-                    return _first_failure(deaths, store, group)
-                if not self.stopping:
-                    self.result = torch.load(
-                        result_path(group), map_location="cpu", weights_only=False
+        with ExitStack() as ending:
+            with _turn:
+                method, reason = starting.start_method()
+                if attempt.number == 0:
+                    how = f"fresh interpreters, because {reason}" if method == "fresh" else method
+                    self._announce(how)
+                janitor = Janitor()
+                ending.callback(janitor.clean)
+                # The ranks may connect as soon as the socket listens. The store itself starts
+                # after the fork, because its thread would not survive that.
+                with socket.create_server((HOST, 0), backlog=3 * self._group.world_size) as sock:
+                    group = replace(
+                        self._group,
+                        port=sock.getsockname()[1],
+                        parent=os.getpid(),
+                        folder=janitor.folder,
+                        attempt=attempt,
                     )
-                    janitor.watch([])  # what ranks that are done leave running is meant to run
+                    watcher = Watcher(Path(group.folder), group.world_size, group.timeouts_s)
+                    context = starting.start(group, method, work, sock)
+                    ending.callback(context.close, signal.SIGKILL, _GRACE_S)
+                    self._pids = list(context.pids().values())
+                    ending.callback(self._pids.clear)
+                    janitor.watch(self._pids)
+                    store = TCPStore(
+                        HOST,
+                        group.port,
+                        is_master=True,
+                        wait_for_workers=False,
+                        master_listen_fd=sock.detach(),
+                    )
+            try:
+                deaths = self._wait(context, store, watcher)
             except RankError as hang:
                 return hang.with_traceback(None)  # else it would keep the store
-            finally:
-                self._pids = []
-                context.close(signal.SIGKILL, timeout=_GRACE_S)
-        finally:
-            janitor.clean()
+            if deaths:
+                return _first_failure(deaths, store, group)
+            if not self.stopping:
+                self.result = torch.load(result_path(group), map_location="cpu", weights_only=False)
+                janitor.watch([])  # what ranks that are done leave running is meant to run
         return None
 
     def _wait(self, context: PContext, store: Store, watcher: Watcher) -> dict[int, int]:

@@ -13,16 +13,21 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import process
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainer.config import TrainerConfig
+from trainer.forking import wait_for_rest
 from trainer.rank import HANDLED_SIGNALS, HOST, Group, Work, forked_rank
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext
+
+THREAD = "trainer-ranks"
+"""The name of the thread of a launch, which runs for as long as its ranks do."""
 
 _PROBE_S = 5.0  # for a backward pass of one number in a forked child
 _HEAVY_MODULES = (  # what every rank of a training run imports; torch._dynamo alone takes a second
@@ -32,8 +37,6 @@ _HEAVY_MODULES = (  # what every rank of a training run imports; torch._dynamo a
     "torch.optim",
     "torch.utils.data",
 )
-
-_starting = threading.Lock()  # the warning filters belong to the whole process
 
 
 def cores() -> int:
@@ -82,6 +85,9 @@ def start_method() -> tuple[str, str]:
         return "fresh", "forking is only safe on Linux"
     if multiprocessing.current_process().daemon:
         return "fresh", "this is a daemonic process"
+    others = {thread for thread in threading.enumerate() if thread.name == THREAD}
+    if others - {threading.current_thread()}:
+        return "fresh", "this process runs other ranks too"
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return "fresh", "CUDA is in use in this process"
     cuda_built = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
@@ -108,16 +114,13 @@ def _survives_fork() -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-def prepare(method: str) -> None:
-    """Import what every rank will use, so that a forked one need not."""
-    if method == "fork":
-        for name in _HEAVY_MODULES:
-            importlib.import_module(name)
-
-
 def start(group: Group, method: str, work: Work, listener: socket.socket) -> PContext:
     """Start the ranks' processes."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
+    from torch.distributed.elastic.multiprocessing import (
+        DefaultLogsSpecs,
+        MultiprocessContext,
+        start_processes,
+    )
 
     entrypoint: Callable[..., None] | str
     arguments: dict[int, tuple[Any, ...]]
@@ -126,6 +129,9 @@ def start(group: Group, method: str, work: Work, listener: socket.socket) -> PCo
     # They wait until a rank has its own handlers: it must not run the caller's, nor die of them.
     signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
     if method == "fork":
+        for name in _HEAVY_MODULES:
+            importlib.import_module(name)  # once, and not in each rank
+        wait_for_rest()
         entrypoint = forked_rank
         arguments = {n: (n, group, work, listener) for n in numbers}
     else:
@@ -136,7 +142,7 @@ def start(group: Group, method: str, work: Work, listener: socket.socket) -> PCo
         # there are more of them than cores. Read when torch is loaded: too late for a forked rank.
         environment["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "passive")
     with _fork_warnings_muted():
-        return start_processes(
+        context = start_processes(
             name="rank",
             entrypoint=entrypoint,
             args=arguments,
@@ -144,6 +150,10 @@ def start(group: Group, method: str, work: Work, listener: socket.socket) -> PCo
             logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
             start_method="fork",
         )
+    if isinstance(context, MultiprocessContext) and context._pc is not None:
+        # Any thread that starts a process by multiprocessing would take a rank's exit code.
+        process._children.difference_update(context._pc.processes)  # type: ignore[attr-defined]
+    return context
 
 
 def _environment(group: Group, number: int) -> dict[str, str]:
@@ -190,7 +200,7 @@ def _write_work(group: Group, work: Work) -> str:
 @contextmanager
 def _fork_warnings_muted() -> Iterator[None]:
     """Keep back warnings about forking beside threads, and elastic's about a replaced stderr."""
-    with _starting, warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
         warnings.filterwarnings("ignore", "Unable to enable fault handler", UserWarning)
         yield

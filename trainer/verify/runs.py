@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainer import distributed, ranks, starting
+from trainer import distributed, ranks
 from trainer.config import CheckpointConfig, TrainerConfig
 from trainer.data.module import DataModule
 from trainer.failures import RemoteTraceback
@@ -183,7 +183,7 @@ def run_both(
         on = counted(world_size, "process")
         print(f"verify: {counted(steps, 'step')} on {on} ...", flush=True)
         try:
-            ranks.run(group, starting.start_method()[0], work)
+            ranks.run(group, work)
         except Exception as failure:  # is what the report is about
             error = failure
         weights = {
