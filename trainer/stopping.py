@@ -6,6 +6,7 @@ apart, one tiny all-reduce tells every rank what any of them has noted: all stop
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import signal
@@ -25,6 +26,8 @@ from trainer import distributed
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 AGREE_EVERY_S = 0.25
+
+_AGAIN = (signal.SIGTERM, signal.SIGUSR1)  # come more than once, from schedulers
 
 _received: signal.Signals | None = None
 _was_interrupted = False  # by Ctrl-C
@@ -154,7 +157,11 @@ def noted() -> Iterator[None]:
 
 @contextmanager
 def handled(handlers: Mapping[int, Any]) -> Iterator[None]:
-    """Use these handlers meanwhile. A signal that is ignored, as under nohup, stays so."""
+    """Use these handlers meanwhile. A signal that is ignored, as under nohup, stays so.
+
+    After a signal that asked to stop, another one does not kill a process on its way out: its exit
+    code is to say that all is saved.
+    """
     previous = {}
     for number, handler in handlers.items():
         if signal.getsignal(number) not in (signal.SIG_IGN, None):
@@ -163,7 +170,21 @@ def handled(handlers: Mapping[int, Any]) -> Iterator[None]:
         yield
     finally:
         for number, before in previous.items():
-            signal.signal(number, before)
+            is_leaving = _received is not None and number in _AGAIN and before == signal.SIG_DFL
+            signal.signal(number, _leave if is_leaving else before)
+            if is_leaving:
+                atexit.unregister(_ignore)
+                atexit.register(_ignore)  # so that it runs before what others registered
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+def _ignore() -> None:
+    for number in _AGAIN:
+        if signal.getsignal(number) is _leave:
+            signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager

@@ -6,7 +6,9 @@ Usage: preempted.py fit RUN_DIR DEVICES WHERE
 
 from __future__ import annotations
 
+import atexit
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -92,9 +94,19 @@ def fit(run_dir: str, devices: int = 1, **options: Any) -> None:
     print(f"DONE {result.step} {total.hex()}", flush=True)
 
 
+def once_more() -> None:
+    """As schedulers do, when the program is on its way out already."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.1)
+
+
 if sys.argv[1] == "fit":
     where = sys.argv[4]
-    fit(sys.argv[2], int(sys.argv[3]), num_workers=int(where == "worker"))
+    atexit.register(once_more)
+    try:
+        fit(sys.argv[2], int(sys.argv[3]), num_workers=int(where == "worker"))
+    except SystemExit:
+        once_more()
 else:
     for folder in sys.argv[2:]:
         fit(folder, resume="auto")
