@@ -1,9 +1,14 @@
 """What is a mistake, what is no accident, and what is shown of either."""
 
+import errno
+from pathlib import Path
+
 import pytest
 from torch.utils.data import Dataset, default_collate
 
-from trainer.config import TrainerConfig
+from trainer.checkpoint.store import LocalStore
+from trainer.checkpoint.writer import CheckpointWriter
+from trainer.config import CheckpointConfig, TrainerConfig
 from trainer.data.fetching import Fetch, Request
 from trainer.data.loading import Source
 from trainer.failures import Failure, RankError, is_hopeless, is_mistake, shown
@@ -45,6 +50,15 @@ def broken_sample():
     Fetch(Source(Broken(), default_collate, None), seed=0)[Request([1], 0, 0, 1, True, 0)]
 
 
+class Stale(LocalStore):
+    def open(self):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+
+def network_disk():
+    CheckpointWriter(Stale(Path("run")), CheckpointConfig())
+
+
 def accident(text="no space"):
     raise OSError(text)
 
@@ -71,3 +85,6 @@ def test_what_fails_the_same_way_twice_is_hopeless():
     killed = RankError("rank 1 was killed")
     assert not is_hopeless(killed, killed)
     assert is_hopeless(from_rank(mistake), None)
+    assert is_mistake(from_rank(network_disk))
+    assert not is_hopeless(from_rank(network_disk), None)
+    assert is_hopeless(from_rank(network_disk), from_rank(network_disk))

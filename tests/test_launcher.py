@@ -146,25 +146,25 @@ def test_ranks_of_a_launcher_do_not_share_a_device(monkeypatch):
 
 def test_start_method(monkeypatch):
     monkeypatch.delenv("TRAINER_START_METHOD", raising=False)
-    assert starting.start_method() == ("fork", "")
+    assert starting.start_method(others_run=False) == ("fork", "")
     with monkeypatch.context() as patch:
         pool_worker = SimpleNamespace(daemon=True)
         patch.setattr(starting.multiprocessing, "current_process", lambda: pool_worker)
-        assert starting.start_method() == ("fresh", "this is a daemonic process")
+        assert starting.start_method(others_run=False) == ("fresh", "this is a daemonic process")
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
-    assert starting.start_method() == ("fork", "")  # asks a child
+    assert starting.start_method(others_run=False) == ("fork", "")  # asks a child
     could_not = ("fresh", "a process forked from this one could not train on CUDA")
     with monkeypatch.context() as patch:  # as beside threads that the child does not have
         patch.setattr(starting, "_PROBE_S", 0.2)
         patch.setattr(torch.Tensor, "backward", lambda tensor: time.sleep(5))
-        assert starting.start_method() == could_not
+        assert starting.start_method(others_run=False) == could_not
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    assert starting.start_method() == could_not
+    assert starting.start_method(others_run=False) == could_not
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert starting.start_method() == ("fresh", "CUDA is in use in this process")
+    assert starting.start_method(others_run=False) == ("fresh", "CUDA is in use in this process")
     monkeypatch.setenv("TRAINER_START_METHOD", "spawn")
     with pytest.raises(ValueError, match="TRAINER_START_METHOD=spawn"):
-        starting.start_method()
+        starting.start_method(others_run=False)
 
 
 def test_work_that_cannot_be_sent_leaves_nothing_open(monkeypatch):

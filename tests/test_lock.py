@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -17,8 +18,9 @@ from trainer.lock import check_free, locked
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from trainer import attempt
+from trainer import attempt, lock
 from trainer.lock import locked
+lock._WAIT_S = 0.2
 attempt.enter(attempt.Attempt("launch", 1))
 with locked(Path(sys.argv[1])):
     child = os.fork()
@@ -57,8 +59,13 @@ def test_another_process_is_named_and_a_killed_one_forgotten(tmp_path, monkeypat
         holder.wait()
         monkeypatch.setattr(attempt, "_entered", Attempt())
         os.kill(child, 0)  # lives on
-        with locked(tmp_path), locked(tmp_path):  # this process is one run
-            pass
+        with locked(tmp_path):
+            threads = ThreadPoolExecutor(1)
+            refused = threads.submit(check_free, tmp_path).exception()
+            assert str(refused).startswith(f"process {os.getpid()} on ")
+            busy = subprocess.run(command, capture_output=True, text=True, timeout=30)
+            assert f"process {os.getpid()} on" in busy.stderr  # it is locked as before
+        check_free(tmp_path)
     finally:
         holder.kill()
         if child is not None:

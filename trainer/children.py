@@ -99,21 +99,20 @@ def _settle(folder: str) -> None:
 
 @functools.cache
 def _watch_forks() -> None:
-    is_child = is_tied = False
+    fork = threading.local()  # of each thread that forks
 
     def before() -> None:
         # The kernel looks at the thread that forks, so only the main thread's children, which ends
         # with the process, are tied to it.
-        nonlocal is_child, is_tied
-        is_child = os.getpid() == _parent
-        is_tied = is_child and threading.current_thread() is threading.main_thread()
+        fork.is_child = os.getpid() == _parent
+        fork.is_tied = fork.is_child and threading.current_thread() is threading.main_thread()
 
     def after_in_child() -> None:
-        if is_tied:
+        if fork.is_tied:
             die_with_parent()
             if os.getppid() != _parent:  # it died before the line above
                 os._exit(1)
-        if is_child:
+        if fork.is_child:
             _note()
 
     os.register_at_fork(before=before, after_in_child=after_in_child)

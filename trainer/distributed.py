@@ -13,12 +13,13 @@ import pickle
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import (
     _get_default_store,
     _set_pg_timeout,
@@ -231,7 +232,10 @@ def run_once_per_machine(fn: Callable[[], object], timeout_s: float) -> None:
 
 
 def wait_for_first_rank() -> None:
-    """Wait until rank 0 has come here too; no collective, so it may take long."""
+    """Wait until rank 0 has come here too; no collective, so it may take long.
+
+    Rank 0 may hold the store by which the others wait, so it goes last, if they come in time.
+    """
     if world_size() == 1:
         return
     global _waits
@@ -241,8 +245,12 @@ def wait_for_first_rank() -> None:
     watch.enter(Phase.DONE)
     if rank() == 0:
         store.set(name, "")
+        others = [f"{name}, {number}" for number in range(1, world_size())]
+        with suppress(DistError):  # one was killed, say: whoever started it tells
+            store.wait(others, timedelta(seconds=_timeout_s))
     else:
         store.wait([name], timedelta(days=365))
+        store.set(f"{name}, {rank()}", "")
 
 
 def on_first_rank(fn: Callable[[], T]) -> T:

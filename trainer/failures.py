@@ -34,11 +34,13 @@ class RemoteTraceback(Exception):  # noqa: N818 - shown as a cause, never raised
 
     Attributes:
         is_mistake: Whether the exception tells the user of a mistake, as `is_mistake` says.
+        is_final: Whether it comes again however often it is tried.
     """
 
-    def __init__(self, text: str, is_mistake: bool = False) -> None:
+    def __init__(self, text: str, is_mistake: bool = False, is_final: bool = False) -> None:
         super().__init__(text)
         self.is_mistake = is_mistake
+        self.is_final = is_final
 
     def __str__(self) -> str:
         return f'\n"""\n{self.args[0]}"""'
@@ -54,6 +56,7 @@ class Failure:
         text: Who, where, and the traceback.
         message: Type and message in one line.
         is_mistake: Whether it tells the user of a mistake.
+        is_final: Whether it comes again however often it is tried.
         pickled: The exception itself; None where it cannot be pickled, or would end the caller
             (SystemExit, KeyboardInterrupt).
     """
@@ -63,6 +66,7 @@ class Failure:
     text: str
     message: str
     is_mistake: bool
+    is_final: bool
     pickled: bytes | None
 
     @classmethod
@@ -79,6 +83,7 @@ class Failure:
             text=f"{place}:\n{trace[-_LIMIT:]}",
             message="".join(traceback.format_exception_only(type(error), error)).strip()[:_LIMIT],
             is_mistake=is_mistake(error),
+            is_final=is_final(error),
             pickled=_pickle(error) if isinstance(error, Exception) else None,
         )
 
@@ -89,7 +94,7 @@ class Failure:
             error = RankError(f"rank {self.rank}: {self.message}")
         else:
             error = pickle.loads(self.pickled)
-        error.__cause__ = RemoteTraceback(self.text, self.is_mistake)
+        error.__cause__ = RemoteTraceback(self.text, self.is_mistake, self.is_final)
         return error
 
 
@@ -108,7 +113,7 @@ def follows_from_another(error: BaseException) -> bool:
 def is_mistake(error: BaseException) -> bool:
     """Whether ``error`` is a `ValueError` by which this package tells the user of a mistake.
 
-    It needs no traceback, and comes again however often it is tried.
+    It needs no traceback.
     """
     if isinstance(error.__cause__, RemoteTraceback):
         return error.__cause__.is_mistake
@@ -119,6 +124,16 @@ def is_mistake(error: BaseException) -> bool:
         and bool(frames)
         and Path(__file__).parent in Path(frames[-1].filename).parents
     )
+
+
+def is_final(error: BaseException) -> bool:
+    """Whether ``error`` comes again however often it is tried: a mistake that nothing else caused.
+
+    An option can look wrong because a network disk did not answer.
+    """
+    if isinstance(error.__cause__, RemoteTraceback):
+        return error.__cause__.is_final
+    return is_mistake(error) and error.__cause__ is None
 
 
 def shown(error: Exception) -> str:
@@ -141,7 +156,7 @@ def is_hopeless(error: Exception, before: Exception | None) -> bool:
     trace = error.__cause__
     if not isinstance(trace, RemoteTraceback) or isinstance(error, RankError):
         return False
-    if trace.is_mistake:
+    if trace.is_final:
         return True
     return before is not None and _without_rank(shown(before)) == _without_rank(shown(error))
 

@@ -19,29 +19,40 @@ _FILE = ".lock"
 _WAIT_S = 3.0  # for a fit that was just killed to be gone
 _POLL_S = 0.1
 
+_held: dict[str, object] = {}  # by this process's fits
+os.register_at_fork(after_in_child=_held.clear)
+
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep the fits of other processes out of ``folder``.
+    """Keep other fits out of ``folder``.
 
     The kernel lets go of the lock when this process ends, however it ends. Where the file system
-    has no locks nothing is kept out.
+    has no locks no other process is kept out.
 
     Raises:
-        ValueError: If another process is at work there; says which one.
+        ValueError: If another fit is at work there; says in which process.
     """
+    # The kernel's lock does not tell the threads of a process apart, and goes when any of them
+    # closes the file.
+    place, fit = os.path.realpath(folder), object()
+    if _held.setdefault(place, fit) is not fit:
+        raise ValueError(_explain(folder, _this_process()))
     # The lock is the process's own. One by flock would be shared with forked loader workers, and
     # live on in those that a killed process leaves.
-    descriptor = os.open(folder / _FILE, os.O_RDWR | os.O_CREAT, 0o666)
+    descriptor = None
     try:
+        descriptor = os.open(folder / _FILE, os.O_RDWR | os.O_CREAT, 0o666)
         _take(descriptor, folder)
         yield
     finally:
-        os.close(descriptor)
+        del _held[place]
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def check_free(folder: Path) -> None:
-    """Refuse a folder in which another process has a fit at work, without taking it.
+    """Refuse a folder in which another process has a fit at work.
 
     Raises:
         ValueError: Saying which one.
@@ -60,16 +71,19 @@ def _take(descriptor: int, folder: Path) -> None:
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 return  # there are no locks here
-        holder = _holder(descriptor)
-        if _is_earlier(holder):
-            return
         if time.monotonic() > deadline:
+            holder = _holder(descriptor)
+            if _is_earlier(holder):
+                return
             raise ValueError(_explain(folder, holder))
         time.sleep(_POLL_S)
-    now = attempt.current()
-    text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), **now._asdict()})
+    text = json.dumps(_this_process() | attempt.current()._asdict())
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, text.encode(), 0)
+
+
+def _this_process() -> dict[str, Any]:
+    return {"pid": os.getpid(), "host": socket.gethostname()}
 
 
 def _holder(descriptor: int) -> dict[str, Any]:

@@ -12,11 +12,13 @@ import pickle
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.util import _run_finalizers  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,6 +29,8 @@ from trainer import attempt, children, distributed, stopping, watching
 from trainer.attempt import Attempt
 from trainer.failures import Failure, RankError
 from trainer.watch import Phase, watch
+
+_TEARDOWN_S = 10  # when all is done; NCCL's can hang
 
 LINGER_S = 1.0
 """How long a rank that lost its peers stays, so that the rank which really failed ends first."""
@@ -94,11 +98,12 @@ def result_path(group: Group) -> Path:
     return Path(group.folder, "result")
 
 
-def forked_rank(number: int, group: Group, work: Work, listener: socket.socket) -> None:
+def forked_rank(number: int, group: Group, work: Work, listener: socket.socket) -> NoReturn:
     """Be rank ``number``, as a fork of the caller."""
     listener.close()
     _settle(group)
     _run_rank(number, group, lambda: work)
+    _leave()
 
 
 def fresh_rank(path: str) -> NoReturn:
@@ -113,9 +118,7 @@ def fresh_rank(path: str) -> NoReturn:
         return work
 
     _run_rank(int(os.environ["LOCAL_RANK"]), group, load)
-    # As a forked rank ends: the group's threads can abort an interpreter that takes itself apart.
-    flush()
-    os._exit(0)
+    _leave()
 
 
 def _run_rank(number: int, group: Group, load: Callable[[], Work]) -> None:
@@ -139,10 +142,27 @@ def _run_rank(number: int, group: Group, load: Callable[[], Work]) -> None:
                     f"the result of rank 0 cannot be written to {group.folder}: {error}; make room "
                     "there, or set TMPDIR to a folder that has more"
                 ) from error
+        flush()
         _wait_for_all(store, group.world_size)
-        distributed.teardown()
     except BaseException as error:
         _fail(error, number, work, store)
+
+
+def _leave() -> NoReturn:
+    """End this process as Python does, but leave the interpreter whole.
+
+    The group's threads can abort one that takes itself apart.
+    """
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(_TEARDOWN_S)
+    distributed.teardown()
+    signal.alarm(0)
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
+    _run_finalizers()  # multiprocessing's: what was put in a queue is sent
+    flush()
+    os._exit(0)
 
 
 def _settle(group: Group) -> None:

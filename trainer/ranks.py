@@ -39,7 +39,11 @@ from trainer.watching import Watcher
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext
 
-_turn = threading.Lock()  # of a launch to start ranks: a fork inherits what other threads hold
+# A forked child inherits what other threads hold: locks of libraries, pipes of programs that they
+# start. So the launches of one process start their ranks one after another, and only one of them
+# forks.
+_turn = threading.Lock()
+_launches: set[_Supervisor] = set()  # that have ranks; changed in turn
 
 _POLL_S = 0.05
 _GRACE_S = 2  # for a killed rank to be gone
@@ -114,15 +118,16 @@ def _signals_handled(supervisor: _Supervisor, can_stop: bool) -> Iterator[None]:
     handlers[signal.SIGTSTP] = pause  # Ctrl-Z: the ranks are in sessions of their own
     if can_stop:
         handlers |= dict.fromkeys(stopping.STOP_SIGNALS, ask)
-    children = signal.getsignal(signal.SIGCHLD)
-    if children == signal.SIG_IGN:  # nobody would learn the exit codes
+    ignores_children = signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
+    if ignores_children:  # nobody would learn the exit codes
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     stopping.forget()
     try:
         with stopping.handled(handlers):
             yield
     finally:
-        signal.signal(signal.SIGCHLD, children)
+        if ignores_children:
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     if deadly:
         flush()
         signal.raise_signal(deadly[0])
@@ -143,11 +148,12 @@ class _Supervisor(threading.Thread):
     def __init__(
         self, group: Group, work: Work, max_restarts: int, announce: Callable[[str], None]
     ) -> None:
-        super().__init__(name=starting.THREAD)
+        super().__init__(name="trainer-ranks")
         self._group = group
         self._work: Work | None = work
         self._max_restarts = max_restarts
         self._announce = announce
+        self._method: str | None = None
         self._pids: list[int] = []
         self.stopping = False
         self.asked_to_stop = False
@@ -168,6 +174,7 @@ class _Supervisor(threading.Thread):
         except BaseException as error:
             self.error = error
         finally:
+            _launches.discard(self)
             self._work = None
             self.finished.set()
 
@@ -189,10 +196,7 @@ class _Supervisor(threading.Thread):
         """Start the ranks once, and note their result; return the error of the one that failed."""
         with ExitStack() as ending:
             with _turn:
-                method, reason = starting.start_method()
-                if attempt.number == 0:
-                    how = f"fresh interpreters, because {reason}" if method == "fresh" else method
-                    self._announce(how)
+                method = self._method = self._method or self._choose_method()
                 janitor = Janitor()
                 ending.callback(janitor.clean)
                 # The ranks may connect as soon as the socket listens. The store itself starts
@@ -229,12 +233,18 @@ class _Supervisor(threading.Thread):
                 janitor.watch([])  # what ranks that are done leave running is meant to run
         return None
 
+    def _choose_method(self) -> str:
+        method, reason = starting.start_method(others_run=bool(_launches))
+        self._announce(method if method == "fork" else f"fresh interpreters, because {reason}")
+        _launches.add(self)
+        return method
+
     def _wait(self, context: PContext, store: Store, watcher: Watcher) -> dict[int, int]:
         """Wait until all ranks are done or one has failed.
 
         Returns:
-            The exit codes of those that failed. Elastic would see them too, but then it lets the
-            other ranks half a minute, and takes code 0 for success, whenever it comes.
+            The exit codes of those that ended before all were done. Elastic would see them too, but
+            then it lets the other ranks half a minute, and takes code 0 for success.
 
         Raises:
             RankError: If one hangs.
@@ -247,12 +257,10 @@ class _Supervisor(threading.Thread):
             codes = {number: _exit_code(pid) for number, pid in context.pids().items()}
             ended = {number: code for number, code in codes.items() if code is not None}
             all_done = store.check(["all done"])
-            if any(ended.values()) or (ended and not all_done):
+            if ended and not all_done:
                 return ended
-            # Not before: seeing a rank fail it would send SIGTERM, which asks to stop, to the rest.
-            finished = context.wait(0) if all_done else None
-            if finished is not None:
-                return {n: failure.exitcode for n, failure in finished.failures.items()}
+            if len(ended) == len(codes):
+                return {}
             watcher.check(context.pids(), store)
             time.sleep(_POLL_S)
         return {}
@@ -263,7 +271,7 @@ def _exit_code(pid: int) -> int | None:
     try:
         found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
-        return 0  # elastic has seen it end, and would have told another code
+        return 0  # somebody else has waited for it, and knows its code
     if found is None:
         return None
     return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status

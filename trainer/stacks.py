@@ -48,6 +48,8 @@ def of_another(pid: int, path: Path) -> list[StackSummary]:
     """Return the same of a process that dumps to ``path``; nothing if it does not answer."""
     if not _handles_signal(pid):
         return []
+    if not path.exists():  # a system that cleans /tmp may have found it too old
+        return []
     before = path.stat().st_size
     os.kill(pid, DUMP_SIGNAL)
     size, deadline = 0, time.monotonic() + _ANSWER_S

@@ -9,7 +9,6 @@ import pickle
 import signal
 import socket
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,9 +25,6 @@ from trainer.rank import HANDLED_SIGNALS, HOST, Group, Work, forked_rank
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext
 
-THREAD = "trainer-ranks"
-"""The name of the thread of a launch, which runs for as long as its ranks do."""
-
 _PROBE_S = 5.0  # for a backward pass of one number in a forked child
 _HEAVY_MODULES = (  # what every rank of a training run imports; torch._dynamo alone takes a second
     "torch._dynamo",
@@ -36,6 +32,7 @@ _HEAVY_MODULES = (  # what every rank of a training run imports; torch._dynamo a
     "torch.nn.parallel.distributed",
     "torch.optim",
     "torch.utils.data",
+    "torch.utils.serialization.config",
 )
 
 
@@ -70,8 +67,11 @@ def num_threads(count: int | None) -> Iterator[None]:
             torch.set_num_threads(before)
 
 
-def start_method() -> tuple[str, str]:
+def start_method(others_run: bool) -> tuple[str, str]:
     """Return ``"fork"`` or ``"fresh"``, and why it is not the usual fork.
+
+    Args:
+        others_run: Whether this process has ranks of another launch.
 
     Raises:
         ValueError: If the environment variable asks for something else.
@@ -85,8 +85,7 @@ def start_method() -> tuple[str, str]:
         return "fresh", "forking is only safe on Linux"
     if multiprocessing.current_process().daemon:
         return "fresh", "this is a daemonic process"
-    others = {thread for thread in threading.enumerate() if thread.name == THREAD}
-    if others - {threading.current_thread()}:
+    if others_run:
         return "fresh", "this process runs other ranks too"
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return "fresh", "CUDA is in use in this process"
@@ -151,7 +150,7 @@ def start(group: Group, method: str, work: Work, listener: socket.socket) -> PCo
             start_method="fork",
         )
     if isinstance(context, MultiprocessContext) and context._pc is not None:
-        # Any thread that starts a process by multiprocessing would take a rank's exit code.
+        # Else any thread that starts a process by multiprocessing takes the exit code of a rank.
         process._children.difference_update(context._pc.processes)  # type: ignore[attr-defined]
     return context
 

@@ -91,20 +91,48 @@ def test_the_training_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_one_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writing: list[int] = []
-    most: list[int] = []
+    may_write = threading.Event()
     write_weights = writer_module.write_weights
 
-    def counted(*args: Any) -> None:
-        writing.append(1)
-        most.append(len(writing))
+    def slow(*args: Any) -> None:
+        assert may_write.wait(timeout=20)
         write_weights(*args)
-        writing.pop()
 
-    monkeypatch.setattr(writer_module, "write_weights", counted)
-    writer = write(tmp_path, *(snapshot(i) for i in range(1, 6)), keep=None)
-    assert most == [1] * 5
-    assert [p.name[-1] for p in writer.finished()] == list("12345")
+    monkeypatch.setattr(writer_module, "write_weights", slow)
+    writer = open_writer(tmp_path, keep=None)
+    writer.save(snapshot(1))
+    second = threading.Thread(target=writer.save, args=[snapshot(2)])
+    second.start()
+    second.join(timeout=0.2)
+    assert second.is_alive()  # the copy of the first state is still needed
+    may_write.set()
+    second.join()
+    writer.close()
+    assert [p.name[-1] for p in writer.finished()] == list("12")
+
+
+MODULES_OF_THE_THREAD = """
+import sys
+from pathlib import Path
+from checkpoints import open_writer, snapshot
+writer = open_writer(Path(sys.argv[1]))
+before = set(sys.modules)
+writer.save(snapshot(1))
+writer.close()
+print(sorted(set(sys.modules) - before))
+"""
+
+
+def test_the_thread_imports_nothing(tmp_path: Path) -> None:
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    told = subprocess.run(
+        [sys.executable, "-c", MODULES_OF_THE_THREAD, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (told.stdout, told.stderr) == ("[]\n", "")
 
 
 def optimizers(module: nn.Module) -> list[tuple[torch.optim.Optimizer, Any]]:

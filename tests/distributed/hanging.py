@@ -2,11 +2,12 @@
 
 import ctypes
 import json
+import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -121,22 +122,18 @@ def fit(how):
     trainer.fit(Line(how), train=Points(how), val=torch.linspace(0, 1, 8)[:, None])
 
 
+def failed(how):
+    try:
+        fit(how)
+    except Exception as error:
+        kind, text = type(error).__name__, error.__cause__.args[0]
+        return [kind, str(error), text, time.monotonic()]
+
+
 def all_at_once(*hows):
-    found = {}
-
-    def one(how):
-        try:
-            fit(how)
-        except Exception as error:
-            kind, text = type(error).__name__, error.__cause__.args[0]
-            found[how] = [kind, str(error), text, time.monotonic()]
-
-    threads = [threading.Thread(target=one, args=(how,)) for how in hows]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    print("FOUND", json.dumps(found))
+    """Fit in processes of their own: beside another launch ranks would not be forks."""
+    with ProcessPoolExecutor(len(hows), multiprocessing.get_context("fork")) as pool:
+        print("FOUND", json.dumps(dict(zip(hows, pool.map(failed, hows), strict=True))))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Run as a program: launches the ranks of the scenario named on its command line, with no guard."""
 
 import atexit
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from trainer import TaskModule, Trainer, distributed
+from trainer.children import settle_worker
 from trainer.config import TrainerConfig
 from trainer.failures import RankError
 from trainer.launcher import in_child, launch
@@ -193,9 +195,15 @@ def wait():
     run(load_for_ever)
 
 
+def settle(worker):
+    """As in the workers of a fit."""
+    settle_worker()
+
+
 def load_with_children(context):
     """Like it, and start a program that knows nothing of its parent."""
-    loader = iter(DataLoader(Slow(), num_workers=1, batch_size=1, multiprocessing_context=context))
+    options = {"multiprocessing_context": context, "worker_init_fn": settle}
+    loader = iter(DataLoader(Slow(), num_workers=1, batch_size=1, **options))
     next(loader)
     program = subprocess.Popen(["sleep", "600"])
     pids = distributed.all_gather_object(os.getpid())
@@ -247,20 +255,49 @@ def busy_parent():
     print("NO HANG")
 
 
-def many():
-    """Launch from two threads at once: one may fork, the other must not."""
-    results = {}
+def appeared(path):
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
-    def one(number):
-        results[number] = run(facts, number + 1).weights.numel()
 
-    threads = [threading.Thread(target=one, args=(n,)) for n in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {n: n + 1 for n in range(2)}
-    print("BOTH ARE DONE")
+def meet(mine, other):
+    mine.touch()
+    appeared(other)
+
+
+def two_launches():
+    """Launch beside ranks of another launch."""
+    first, second = Path("first").absolute(), Path("second").absolute()
+    thread = threading.Thread(target=run, args=(meet, first, second))
+    thread.start()
+    appeared(first)
+    run(meet, second, first)
+    thread.join()
+    assert run(facts, 7).weights.numel() == 7
+    print("ALL ARE DONE")
+
+
+def leave_something(queue):
+    def work():
+        time.sleep(1)
+        print(f"THREAD OF RANK {rank} IS THROUGH", flush=True)
+
+    rank = distributed.rank()
+    threading.Thread(target=work).start()
+    queue.put(rank)
+    if rank == 1:
+        distributed.teardown = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    return "all is done"
+
+
+def ends():
+    """What ranks do once all of them are done: one waits for its thread, the other is killed."""
+    queue = multiprocessing.Queue()
+    assert run(leave_something, queue) == "all is done"
+    assert queue.get(timeout=5) == 0
+    print("ENDED")
 
 
 def once(folder):
@@ -318,7 +355,10 @@ def under_launcher():
         layer = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
         layer(torch.ones(1)).backward()
         assert gloo_threads()
-        return distributed.all_gather_object(distributed.rank())
+        ranks = distributed.all_gather_object(distributed.rank())
+        time.sleep(1.5 * rank)  # the store of srun's tasks is in rank 0
+        distributed.wait_for_first_rank()
+        return ranks
 
     atexit.register(lambda: print(f"RANK {rank} LEAVES {gloo_threads()}", flush=True))
     for _ in range(2):

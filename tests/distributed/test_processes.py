@@ -162,11 +162,17 @@ def test_ranks_of_a_busy_parent_do_not_hang(tmp_path):
 
 
 def test_of_two_launches_at_once_in_one_process_only_one_forks(tmp_path):
-    code, stdout, stderr = scenario("many", tmp_path, method=None).end(within=90)
+    code, stdout, stderr = scenario("two_launches", tmp_path, method=None).end(within=90)
     assert (code, stderr) == (0, "")
     others = "fresh interpreters, because this process runs other ranks too"
-    lines = [f"{STARTED} ({how}); gloo on cpu" for how in ("fork", others)]
-    assert stdout.splitlines() == [*lines, "BOTH ARE DONE"]
+    lines = [f"{STARTED} ({how}); gloo on cpu" for how in ("fork", others, "fork")]
+    assert stdout.splitlines() == [*lines, "ALL ARE DONE"]
+
+
+def test_all_is_done_however_the_ranks_end(tmp_path):
+    code, stdout, stderr = scenario("ends", tmp_path).end(within=60)
+    assert (code, stderr) == (0, "")
+    assert stdout.splitlines()[1:] == ["THREAD OF RANK 0 IS THROUGH", "ENDED"]
 
 
 def test_work_once_per_machine_may_be_long_and_its_error_reaches_all(tmp_path):

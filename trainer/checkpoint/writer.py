@@ -7,6 +7,7 @@ holds the size and SHA-256 of the other files. Nothing in it is executed when it
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import shutil
@@ -37,6 +38,11 @@ from trainer.messages import counted
 
 if TYPE_CHECKING:
     from trainer.config import CheckpointConfig
+
+
+# Imported before: a loader worker that is forked while a thread imports a module could never import
+# it.
+_USED_IN_THREAD = ("omegaconf", "torch.utils.serialization.config")
 
 
 class _Saved(NamedTuple):
@@ -71,6 +77,8 @@ class CheckpointWriter:
     def __init__(
         self, store: CheckpointStore, config: CheckpointConfig, step: int | None = None
     ) -> None:
+        for name in _USED_IN_THREAD:
+            importlib.import_module(name)
         self.failed = False
         self._store = store
         self._config = config
