@@ -1,4 +1,4 @@
-"""Forking beside gloo's threads: at a moment in which they rest."""
+"""Forking beside other threads: at a moment in which they rest."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def launch(
         raise ValueError(_several_machines(config))
     count = local_ranks(config.devices, kind)
     if count > 1 or config.max_restarts:
-        return _start_ranks(Work(job, args, where, can_stop), config, kind, count)
+        return _start_ranks(Work(job, args, where), config, kind, count, can_stop)
     print(f"launcher: 1 process, this one; {kind}", flush=True)
     with num_threads(threads_per_rank(config, 1)):
         return job(*args)
@@ -133,7 +133,7 @@ def local_ranks(devices: int | str, kind: str) -> int:
     return count
 
 
-def _start_ranks(work: Work, config: TrainerConfig, kind: str, count: int) -> Any:
+def _start_ranks(work: Work, config: TrainerConfig, kind: str, count: int, can_stop: bool) -> Any:
     def announce(how: str) -> None:
         print(
             f"launcher: {counted(count, 'process')} on this machine, started here ({how}); "
@@ -146,6 +146,7 @@ def _start_ranks(work: Work, config: TrainerConfig, kind: str, count: int) -> An
         kind=kind,
         num_threads=threads_per_rank(config, count),
         timeouts_s=config.timeouts_s,
+        can_stop=can_stop,
     )
     return ranks.run(group, work, config.max_restarts, announce)
 

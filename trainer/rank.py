@@ -79,13 +79,11 @@ class Work:
         job: The function.
         args: Its arguments.
         where: Says how far a failed rank had come.
-        can_stop: Whether the job saves and stops when a signal asks it to.
     """
 
     job: Callable[..., Any]
     args: tuple[Any, ...]
     where: Callable[[], str]
-    can_stop: bool = False
 
 
 def in_child() -> bool:
@@ -133,6 +131,8 @@ def _run_rank(number: int, group: Group, load: Callable[[], Work]) -> None:
         group_store = PrefixStore("group", TCPStore(HOST, group.port, is_master=False))
         if group.world_size > 1:
             distributed.setup(group_store, number, group.world_size, group.kind, group.timeouts_s)
+        else:
+            distributed.set_timeouts(group.timeouts_s)
         result = work.job(*work.args)
         if number == 0:
             try:

@@ -58,19 +58,20 @@ def run(
     """Start the ranks, wait for them, and return rank 0's result.
 
     Whatever ends the wait (an exception in a rank, Ctrl-C, SIGTERM), no rank is left behind.
-    If one fails, all are ended, and started again, up to ``max_restarts`` times.
+    A signal asks the ranks to stop if they can, else it ends them. If one fails, all are ended,
+    and started again, up to ``max_restarts`` times.
 
     Args:
         group: How many ranks, and how they run.
-        work: What they run. If it can stop, a signal asks it to; else it ends the ranks.
+        work: What they run.
         max_restarts: How often the ranks are started again. They are not after a mistake of the
             caller's, or when the same exception came from the same step twice in a row.
         announce: Called before the first start, with how the ranks are started.
     """
     is_main = threading.current_thread() is threading.main_thread()  # who may set handlers
-    group = replace(group, can_stop=work.can_stop, caller_listens=is_main and work.can_stop)
+    group = replace(group, caller_listens=is_main and group.can_stop)
     supervisor = _Supervisor(group, work, max_restarts, announce)
-    with _signals_handled(supervisor, work.can_stop):
+    with _signals_handled(supervisor, group.can_stop):
         try:
             supervisor.start()
             supervisor.finished.wait()

@@ -64,12 +64,13 @@ class Line(TaskModule):
         self.second = torch.nn.Linear(4, 1)
 
     def on_fit_start(self):
-        self.group = dist.new_group()
+        if self.how == "skipped":
+            self.group = dist.new_group()
 
     def forward(self, batch):
         hidden = self.first(batch)
-        if self.run.step == HANGS_AT and self.run.rank == 1:
-            if self.how in ("forward", "gil", "stopped"):
+        if self.run.step == HANGS_AT and self.run.rank == self.run.world_size - 1:
+            if self.how in ("forward", "gil", "stopped", "one rank"):
                 hang(self.how)
             if self.how == "backward":
                 hidden = SlowBackward.apply(hidden)
@@ -105,7 +106,8 @@ class Archive(Callback):
 def fit(how):
     # Buckets so small that there is one for each layer.
     trainer = Trainer(
-        devices=2,
+        devices=1 if how == "one rank" else 2,
+        max_restarts=int(how == "one rank"),
         accelerator="cpu",
         timeout_s=LIMIT_S,
         start_timeout_s=60.0,

@@ -81,17 +81,20 @@ def programs(tmp_path_factory):
     started = [
         Program(together, tmp_path_factory.mktemp("together")),
         Program(alone, tmp_path_factory.mktemp("alone")),
+        Program([*alone[:2], "one rank"], tmp_path_factory.mktemp("one")),
     ]
     folder = tmp_path_factory.mktemp("tasks")
     started += [
         Program(alone, folder, **task, SLURM_PROCID=str(n), SLURM_LOCALID=str(n)) for n in range(2)
     ]
     try:
-        together, alone, *tasks = [program.end(within=60) for program in started]  # nothing is left
+        together, alone, one, *tasks = [
+            program.end(within=60) for program in started
+        ]  # nothing is left
     finally:
         for pid in [pid for program in started for pid in program.processes()]:
             os.kill(pid, signal.SIGKILL)
-    return {"together": together, "alone": alone, "tasks": tasks}
+    return {"together": together, "alone": alone, "one": one, "tasks": tasks}
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +130,14 @@ def test_program_ends_and_shows_the_loader_worker_that_blocks(programs):
     assert "in epoch\n    for micro in self._loader" in own
     assert "hang(self.how)" not in own
     assert "in __getitem__\n    hang(self.how)" in worker
+
+
+def test_one_rank_that_could_be_started_again_is_watched(programs):
+    code, _, stderr = programs["one"]
+    assert code == 1
+    told = re.findall(r"rank 0 hangs in forward for .* at step 3\. timeout_s=3 allows", stderr)
+    assert len(told) >= 2, stderr
+    assert stderr.count("restart 1 of 1") == 1
 
 
 def test_ranks_of_a_launcher_watch_each_other(programs):
