@@ -7,6 +7,7 @@ import signal
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -28,15 +29,42 @@ def times(word, stdout):
 
 STARTED = "launcher: 2 processes on this machine, started here"
 
+WAYS_TO_FAIL = ["own", "deaf", "unpicklable", "exit", "leave", "die", "kill", "stop"]
 
-def test_values_come_back_from_launch_after_launch_without_a_guard(tmp_path):
-    code, stdout, stderr = scenario("values", tmp_path).end(within=90)
+# Of those that end by themselves: the arguments, and the start method.
+SCENARIOS = {
+    "values": ([], "fork"),
+    "train": ([], None),
+    "uncaught": ([], "fork"),
+    "caught": (WAYS_TO_FAIL, "fork"),
+    "busy_parent": ([], "fork"),
+    "two_launches": ([], None),
+    "ends": ([], "fork"),
+    "once_per_machine": ([], "fork"),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Each of these scenarios: exit code, output, errors, and when it was over; two at a time."""
+
+    def run(name):
+        args, method = SCENARIOS[name]
+        program = scenario(name, tmp_path_factory.mktemp(name), *args, method=method)
+        return *program.end(within=120), time.monotonic()
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(SCENARIOS, pool.map(run, SCENARIOS), strict=True))
+
+
+def test_values_come_back_from_launch_after_launch_without_a_guard(ended):
+    code, stdout, stderr, _ = ended["values"]
     assert (code, stderr) == (0, "")
     assert stdout == f"{STARTED} (fork); gloo on cpu\n" * 2 + "VALUES ARE RIGHT\n"
 
 
-def test_fresh_ranks_train_a_task_of_the_main_module_and_are_started_again(tmp_path):
-    code, stdout, stderr = scenario("train", tmp_path, method=None).end(within=90)
+def test_fresh_ranks_train_a_task_of_the_main_module_and_are_started_again(ended):
+    code, stdout, stderr, _ = ended["train"]
     assert code == 0
     died = "error: rank 1 ended with exit code 9 before its work was done\nrestart 1 of 1\n"
     assert stderr == died
@@ -45,10 +73,10 @@ def test_fresh_ranks_train_a_task_of_the_main_module_and_are_started_again(tmp_p
     assert stdout.endswith("TRAINED\n")
 
 
-def test_failing_rank_ends_the_run_and_is_shown_once(tmp_path):
-    code, stdout, stderr = scenario("uncaught", tmp_path).end(within=60)
+def test_failing_rank_ends_the_run_and_is_shown_once(ended):
+    code, stdout, stderr, over = ended["uncaught"]
     (failed,) = times("FAILS", stdout)
-    assert time.monotonic() - failed < 10  # the others wait in a collective of five minutes
+    assert over - failed < 10  # the others wait in a collective of five minutes
     assert code == 1
     assert stderr.count("rank 1, step 12:") == 1
     assert stderr.count("in fail_on_rank_1") == 1
@@ -57,13 +85,12 @@ def test_failing_rank_ends_the_run_and_is_shown_once(tmp_path):
     assert "elastic" not in stderr
 
 
-def test_callers_get_the_ranks_own_exceptions(tmp_path):
-    ways = ["own", "deaf", "unpicklable", "exit", "leave", "die", "kill", "stop"]
-    code, stdout, stderr = scenario("caught", tmp_path, *ways).end(within=90)
+def test_callers_get_the_ranks_own_exceptions(ended):
+    code, stdout, stderr, _ = ended["caught"]
     assert (code, stderr) == (0, "")
     assert "ERRORS ARE RIGHT" in stdout
     failed, caught = times("FAILS", stdout), times("CAUGHT", stdout)
-    assert len(failed) == len(caught) == len(ways)
+    assert len(failed) == len(caught) == len(WAYS_TO_FAIL)
     assert all(after - before < 10 for before, after in zip(failed, caught, strict=True))
 
 
@@ -88,10 +115,9 @@ def test_ctrl_z_stops_the_ranks_too_and_they_go_on(tmp_path):
     assert len(ranks) >= 2
     os.kill(program.process.pid, signal.SIGTSTP)
     wait_until(lambda: state_of(program.process.pid) == "T")
-    stopped = [pid for pid in ranks if state_of(pid) == "T"]
-    assert len(stopped) == 2  # the janitor is not
+    wait_until(lambda: [state_of(pid) for pid in ranks].count("T") == 2)  # the janitor is not
     os.kill(program.process.pid, signal.SIGCONT)
-    wait_until(lambda: all(state_of(pid) != "T" for pid in [program.process.pid, *stopped]))
+    wait_until(lambda: all(state_of(pid) != "T" for pid in [program.process.pid, *ranks]))
     os.kill(program.process.pid, signal.SIGTERM)
     assert program.end(within=5)[0] == -signal.SIGTERM
 
@@ -155,28 +181,28 @@ def test_torchrun_starts_ranks_again_and_nothing_survives_if_it_is_killed(tmp_pa
     assert steps == [3, 6, 9]
 
 
-def test_ranks_of_a_busy_parent_do_not_hang(tmp_path):
-    code, stdout, stderr = scenario("busy_parent", tmp_path).end(within=60)
+def test_ranks_of_a_busy_parent_do_not_hang(ended):
+    code, stdout, stderr, _ = ended["busy_parent"]
     assert (code, stderr) == (0, "")
     assert "NO HANG" in stdout
 
 
-def test_of_two_launches_at_once_in_one_process_only_one_forks(tmp_path):
-    code, stdout, stderr = scenario("two_launches", tmp_path, method=None).end(within=90)
+def test_of_two_launches_at_once_in_one_process_only_one_forks(ended):
+    code, stdout, stderr, _ = ended["two_launches"]
     assert (code, stderr) == (0, "")
     others = "fresh interpreters, because this process runs other ranks too"
     lines = [f"{STARTED} ({how}); gloo on cpu" for how in ("fork", others, "fork")]
     assert stdout.splitlines() == [*lines, "ALL ARE DONE"]
 
 
-def test_all_is_done_however_the_ranks_end(tmp_path):
-    code, stdout, stderr = scenario("ends", tmp_path).end(within=60)
+def test_all_is_done_however_the_ranks_end(ended):
+    code, stdout, stderr, _ = ended["ends"]
     assert (code, stderr) == (0, "")
     assert stdout.splitlines()[1:] == ["THREAD OF RANK 0 IS THROUGH", "ENDED"]
 
 
-def test_work_once_per_machine_may_be_long_and_its_error_reaches_all(tmp_path):
-    code, stdout, stderr = scenario("once_per_machine", tmp_path).end(within=60)
+def test_work_once_per_machine_may_be_long_and_its_error_reaches_all(ended):
+    code, stdout, stderr, _ = ended["once_per_machine"]
     assert (code, stderr) == (0, "")
     assert "ONCE" in stdout
 
