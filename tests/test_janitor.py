@@ -95,3 +95,12 @@ def test_forked_process_does_not_keep_the_janitor_waiting():
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_a_janitor_that_somebody_has_stopped_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(janitor, "_PATIENCE_S", 0.2)
+    cleaner = Janitor()
+    os.kill(cleaner._shell.pid, signal.SIGSTOP)
+    cleaner.clean()
+    assert not Path(cleaner.folder).exists()
+    assert cleaner._shell.returncode == -signal.SIGKILL

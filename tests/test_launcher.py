@@ -1,5 +1,6 @@
 """Which launcher is found, how many ranks there are, and what one rank alone does."""
 
+import errno
 import os
 import threading
 import time
@@ -265,3 +266,15 @@ def test_death_is_described():
     assert "killed by SIGSEGV" in str(death_of(1, -11))
     assert "ran out of memory" in str(death_of(1, -9))
     assert "exit code 3" in str(death_of(1, 3))
+
+
+def test_a_result_for_which_there_is_no_room(monkeypatch):
+    def save(*args):
+        try:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            raise RuntimeError("unexpected pos")  # as torch's zip writer does when it is closed
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(RankError, match="No space left on device; make room there, or set TMPDIR"):
+        launch(int, config=TrainerConfig(devices=2, accelerator="cpu"))

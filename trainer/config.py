@@ -13,6 +13,8 @@ from typing import Any
 
 from trainer.options import check_fields, option, option_fields, show
 
+_LONGEST_S = 100_000_000  # three years: gloo counts nanoseconds in 64 bits
+
 DEFAULT_GLOBAL_BATCH_SIZE = 128
 
 PRECISIONS = {
@@ -48,8 +50,8 @@ class CheckpointConfig:
     )
     on_error: str = option(
         "stop",
-        "What happens when a checkpoint cannot be written (full disk, lost mount): `stop` the run "
-        "at the next step, or `warn`, train on, and try again when the next one is due.",
+        "What happens when a checkpoint or a log cannot be written (full disk, lost mount): `stop` "
+        "the run at the next step, or `warn`, train on, and try again when the next one is due.",
         choices=("stop", "warn"),
     )
 
@@ -229,12 +231,14 @@ class TrainerConfig:
         "The longest, in seconds, that a rank may stay in one phase of a step (loading a batch, "
         "forward, saving, ...) and that a collective may wait; then the run ends and says why.",
         above=0,
+        at_most=_LONGEST_S,
     )
     start_timeout_s: float | None = option(
         None,
         "The same until the first step is done (datasets are read, kernels are compiled); null: "
         "twice `timeout_s`.",
         above=0,
+        at_most=_LONGEST_S,
     )
     max_restarts: int = option(
         0,

@@ -37,6 +37,8 @@ done < "$1/pids"
 for wait in 0 0.5 2; do sleep $wait; rm -rf "$1" && exit; done
 """
 
+_PATIENCE_S = 10.0  # with the shell, which needs a few seconds at most
+
 _pipes: set[int] = set()
 
 
@@ -83,7 +85,11 @@ class Janitor:
         self._tell("end")
         _pipes.discard(self._pipe)
         os.close(self._pipe)
-        self._shell.wait()
+        try:
+            self._shell.wait(timeout=_PATIENCE_S)
+        except subprocess.TimeoutExpired:  # somebody has stopped it
+            self._shell.kill()
+            self._shell.wait()
         shutil.rmtree(self.folder, ignore_errors=True)  # it is there only if the shell was killed
 
     def dismiss(self) -> None:

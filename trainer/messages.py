@@ -16,3 +16,10 @@ def counted(count: int, noun: str) -> str:
     """Return "1 step", "20 steps" or "4 processes"."""
     plural = f"{noun}es" if noun.endswith(("s", "ch")) else f"{noun}s"
     return f"{count:,} {noun if count == 1 else plural}"
+
+
+def reason(error: OSError) -> str:
+    """Return what an error of the system says, with the file that it is about."""
+    if error.strerror is None:
+        return str(error)
+    return error.strerror + (f" ({error.filename})" if error.filename else "")

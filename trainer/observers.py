@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from trainer.callbacks import Callback
 from trainer.evaluation import evaluating
 from trainer.guard import no_collectives
 from trainer.loggers import Logger
+from trainer.messages import reason
 from trainer.run import Run
 from trainer.watch import Phase, watch
 
@@ -17,18 +19,33 @@ from trainer.watch import Phase, watch
 class Observers:
     """What observes a run on rank 0. Elsewhere there are none, and nothing happens here."""
 
-    def __init__(self, view: Run, callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> None:
-        """Note them, and the run as they see it."""
+    def __init__(
+        self,
+        view: Run,
+        callbacks: Sequence[Callback],
+        loggers: Sequence[Logger],
+        on_error: str = "stop",
+    ) -> None:
+        """Note them.
+
+        Args:
+            view: The run as they see it.
+            callbacks: In the order in which they are called.
+            loggers: Likewise.
+            on_error: ``warn`` trains on where a logger can no longer write, else the run stops.
+        """
         self._view = view
         self._callbacks = callbacks
         self._loggers = loggers
+        self._on_error = on_error
+        self._warned: set[Logger] = set()  # of these
 
     @contextmanager
     def open(self) -> Iterator[None]:
         """Open the loggers, and close everything whatever happens."""
         with ExitStack() as stack:
             for logger in self._loggers:
-                stack.callback(no_collectives("a logger")(logger.close))
+                stack.callback(self._close, logger)
                 with no_collectives("a logger"):
                     logger.open(self._view)
             for callback in self._callbacks:
@@ -52,8 +69,23 @@ class Observers:
     def write(self, values: Mapping[str, float]) -> None:
         """Write one event to the loggers."""
         watch.enter(Phase.LOGGING)
-        if not self._loggers:
-            return
-        with no_collectives("a logger"):
-            for logger in self._loggers:
+        for logger in self._loggers:
+            with self._using(logger):
                 logger.log(self._view, values)
+
+    def _close(self, logger: Logger) -> None:
+        with self._using(logger):
+            logger.close()
+
+    @contextmanager
+    def _using(self, logger: Logger) -> Iterator[None]:
+        try:
+            with no_collectives("a logger"):
+                yield
+        except OSError as error:  # a full disk, a mount that is gone
+            text = f"{type(logger).__name__} failed: {reason(error)}"
+            if self._on_error == "stop":
+                raise OSError(f"{text}; checkpoint.on_error=warn trains on") from error
+            if logger not in self._warned:
+                self._warned.add(logger)
+                print(f"WARNING: {text}; training goes on", file=sys.stderr, flush=True)

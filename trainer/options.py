@@ -15,6 +15,7 @@ def option(
     *,
     at_least: float | None = None,
     above: float | None = None,
+    at_most: float | None = None,
     choices: Sequence[str] = (),
 ) -> Any:
     """Declare an option: a dataclass field that carries its documentation and limits.
@@ -24,9 +25,10 @@ def option(
         doc: One or two sentences for the reference page.
         at_least: The smallest number allowed.
         above: A number must be greater than this.
+        at_most: The largest number allowed.
         choices: The strings allowed; empty means any.
     """
-    limits = {"at_least": at_least, "above": above, "choices": tuple(choices)}
+    limits = {"at_least": at_least, "above": above, "at_most": at_most, "choices": tuple(choices)}
     metadata = {"doc": doc, **limits}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
@@ -99,8 +101,12 @@ def _within(value: Any, spec: Field[Any]) -> bool:
         return True
     if not math.isfinite(value):
         return False
-    at_least, above = limits["at_least"], limits["above"]
-    return (at_least is None or value >= at_least) and (above is None or value > above)
+    at_least, above, at_most = limits["at_least"], limits["above"], limits["at_most"]
+    return (
+        (at_least is None or value >= at_least)
+        and (above is None or value > above)
+        and (at_most is None or value <= at_most)
+    )
 
 
 def allowed(spec: Field[Any], hint: Any) -> str:
@@ -122,6 +128,8 @@ def allowed(spec: Field[Any], hint: Any) -> str:
                 number += f" of at least {limits['at_least']}"
             if limits["above"] is not None:
                 number += f" above {limits['above']}"
+            if limits["at_most"] is not None:
+                number += f" and at most {limits['at_most']}"
             words.append(number)
         elif member is type(None):
             words.append("null")

@@ -101,7 +101,7 @@ def forked_rank(number: int, group: Group, work: Work, listener: socket.socket) 
     listener.close()
     _settle(group)
     _run_rank(number, group, lambda: work)
-    _leave()
+    _leave(number, group.timeouts_s[0])
 
 
 def fresh_rank(path: str) -> NoReturn:
@@ -115,8 +115,9 @@ def fresh_rank(path: str) -> NoReturn:
             work: Work = pickle.load(file)
         return work
 
-    _run_rank(int(os.environ["LOCAL_RANK"]), group, load)
-    _leave()
+    number = int(os.environ["LOCAL_RANK"])
+    _run_rank(number, group, load)
+    _leave(number, group.timeouts_s[0])
 
 
 def _run_rank(number: int, group: Group, load: Callable[[], Work]) -> None:
@@ -137,10 +138,13 @@ def _run_rank(number: int, group: Group, load: Callable[[], Work]) -> None:
         if number == 0:
             try:
                 _write_result(result, group)
-            except OSError as error:
+            except (OSError, RuntimeError) as error:
+                reason = error if isinstance(error, OSError) else error.__context__
+                if not isinstance(reason, OSError):  # which torch's writer turns into the other
+                    raise
                 raise RankError(
-                    f"the result of rank 0 cannot be written to {group.folder}: {error}; make room "
-                    "there, or set TMPDIR to a folder that has more"
+                    f"the result of rank 0 cannot be written to {group.folder}: {reason}; make "
+                    "room there, or set TMPDIR to a folder that has more"
                 ) from error
         flush()
         _wait_for_all(store, group.world_size)
@@ -148,18 +152,26 @@ def _run_rank(number: int, group: Group, load: Callable[[], Work]) -> None:
         _fail(error, number, work, store)
 
 
-def _leave() -> NoReturn:
+def _leave(number: int, timeout_s: float) -> NoReturn:
     """End this process as Python does, but leave the interpreter whole.
 
-    The group's threads can abort one that takes itself apart.
+    The group's threads can abort one that takes itself apart. The user's get ``timeout_s`` to end.
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_TEARDOWN_S)
     distributed.teardown()
     signal.alarm(0)
+    deadline = time.monotonic() + timeout_s
     for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.current_thread():
-            thread.join()
+        if thread.daemon or thread is threading.current_thread():
+            continue
+        thread.join(max(0, deadline - time.monotonic()))
+        if thread.is_alive():
+            print(
+                f"rank {number} is done, but its thread {thread.name!r} still ran after "
+                f"timeout_s={timeout_s:g}: it ends with the rank",
+                file=sys.stderr,
+            )
     _run_finalizers()  # multiprocessing's: what was put in a queue is sent
     flush()
     os._exit(0)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from trainer import distributed
 from trainer.attempt import slurm_job
+from trainer.checkpoint.files import free_name
 from trainer.config import TrainerConfig
 from trainer.urls import check_protocol, is_url, local_folder
 
@@ -80,10 +81,7 @@ def set_aside(path: Path) -> None:
         return
     aside = path.parent / "aside"
     aside.mkdir(exist_ok=True)
-    target, number = aside / path.name, 0
-    while target.exists():
-        number += 1
-        target = aside / f"{path.stem}-{number}{path.suffix}"
+    target = aside / free_name(path.name, lambda name: (aside / name).exists())
     path.rename(target)
     print(f"moved {path.name} of an earlier run to {target}", file=sys.stderr)
 

@@ -90,7 +90,9 @@ class Training:
             _state=state,
             _logbook=self.logbook,
         )
-        self.observers = Observers(self.view, callbacks, loggers)
+        self.observers = Observers(
+            self.view, callbacks, loggers, session.config.checkpoint.on_error
+        )
         scaling = LRScaling.of(config, self.plan.global_batch_size)
         self.optimizer, self.schedule = configure_optimizer(task, scaling)
         self.schedule.check_monitor(bool(self.val_sets) and config.validates)

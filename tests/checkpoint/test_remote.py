@@ -185,6 +185,8 @@ def test_a_run_in_a_store(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.timeout(60)
 def test_ranks_and_another_machine(elsewhere: Path) -> None:
+    with pytest.raises(ValueError, match="would lie in the memory of rank 0, and be lost with it"):
+        train("memory://ranks", 2, world_size=2)
     url, best = f"file://{elsewhere}/store/run", Regression()
     train(url, 2, world_size=2, task=best)
     forget_copies()
@@ -284,6 +286,16 @@ def test_setting_aside_loses_nothing(elsewhere: Path) -> None:
     assert number > 8
     Faulty.fail(at=None)
     assert (newest(url), newest_aside(url)) == (None, 10)
+
+
+def test_what_lies_aside_stays(elsewhere: Path) -> None:
+    url = f"file://{elsewhere}/run"
+    for _ in range(2):
+        after_one(url).close()
+        open_writer(url, step=0).close()
+    aside = elsewhere / "run/checkpoints/aside"
+    assert {path.name for path in aside.iterdir()} == {"step-00000001", "step-00000001-1"}
+    check_manifests(aside.parent)
 
 
 def newest_aside(url: str) -> float | None:

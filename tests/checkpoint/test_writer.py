@@ -265,6 +265,8 @@ def test_resuming_before_the_last_sets_the_others_aside(
     verify(tmp_path / "aside" / "step-00000003")
     open_writer(tmp_path, step=0)  # a new run in the same folder
     assert [p.name for p in tmp_path.iterdir()] == ["aside"]
+    there = {path.name for path in (tmp_path / "aside").iterdir()}
+    assert there == {"step-00000001", "step-00000002", "step-00000002-1", "step-00000003"}
 
 
 def test_same_step_again_replaces(tmp_path: Path) -> None:

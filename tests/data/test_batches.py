@@ -345,6 +345,13 @@ def test_an_error_in_collating_names_the_samples_and_ends_nothing_silently(tmp_p
     with pytest.raises(ValueError, match=r"collating the samples \[0, 1\] raised StopIteration"):
         fit(Regression(), tmp_path, train=loader, max_epochs=1)
 
+    def no_room(batch: list[Any]) -> Any:
+        raise RuntimeError("unable to write to file </torch_1>: unable to allocate shared memory")
+
+    loader = DataLoader(samples(4), batch_size=2, collate_fn=no_room)
+    with pytest.raises(ValueError, match=r"/dev/shm: make it larger .* or use fewer num_workers"):
+        fit(Regression(), tmp_path, train=loader, max_epochs=1)
+
 
 def test_a_resumed_epoch_loads_nothing_that_is_done():
     class Lookups(Items):

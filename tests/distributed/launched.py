@@ -293,11 +293,18 @@ def leave_something(queue):
     return "all is done"
 
 
+def leave_a_thread():
+    if distributed.rank() == 1:
+        threading.Thread(target=time.sleep, args=[60], name="server").start()
+    return "all is done"
+
+
 def ends():
     """What ranks do once all of them are done: one waits for its thread, the other is killed."""
     queue = multiprocessing.Queue()
     assert run(leave_something, queue) == "all is done"
     assert queue.get(timeout=5) == "a word"
+    assert run(leave_a_thread, timeout_s=1, start_timeout_s=60) == "all is done"
     print("ENDED")
 
 

@@ -197,8 +197,11 @@ def test_of_two_launches_at_once_in_one_process_only_one_forks(ended):
 
 def test_all_is_done_however_the_ranks_end(ended):
     code, stdout, stderr, _ = ended["ends"]
-    assert (code, stderr) == (0, "")
-    assert stdout.splitlines()[1:] == ["THREAD OF RANK 0 IS THROUGH", "ENDED"]
+    assert code == 0
+    started = f"{STARTED} (fork); gloo on cpu"
+    assert stdout.splitlines() == [started, "THREAD OF RANK 0 IS THROUGH", started, "ENDED"]
+    still = "still ran after timeout_s=1: it ends with the rank"
+    assert stderr == f"rank 1 is done, but its thread 'server' {still}\n"
 
 
 def test_work_once_per_machine_may_be_long_and_its_error_reaches_all(ended):

@@ -128,7 +128,8 @@ def test_weights_and_logs_are_those_of_an_undisturbed_run(
         assert line
         assert told.count(text) == 1
         assert told.count("Connection") == 0
-    assert captured.out.count("restarting from") == 5  # the first attempt has left nothing
+    assert captured.out.count("restarting from") == 5
+    assert captured.out.count("restarting as at first: this run has no checkpoint yet") == 1
 
 
 def test_one_rank_is_started_again_too(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -5,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trainer.loggers import JsonlLogger, TensorBoardLogger, default_loggers
+from trainer.loggers import JsonlLogger, TensorBoardLogger, default_loggers, jsonl
 from trainer.run import Run
 
 
@@ -110,3 +111,21 @@ def test_close_without_open() -> None:
 
 def test_defaults() -> None:
     assert [type(logger) for logger in default_loggers()] == [JsonlLogger, TensorBoardLogger]
+
+
+def test_a_line_for_which_there_is_no_room_is_left_out(
+    make_run: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(io.FileIO):
+        def write(self, data: Any) -> int:
+            return super().write(data[:10])  # as the kernel does
+
+    run = make_run()
+    logger = log_steps(run, 1, 2)
+    logger.close()
+    monkeypatch.setattr(jsonl.io, "FileIO", Full)
+    logger.open(run)
+    with pytest.raises(OSError, match=r"No space left on device: .*metrics.jsonl"):
+        logger.log(run, {"train/loss": 1.0})
+    logger.close()
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]

@@ -16,6 +16,15 @@ _CHUNK = 4 << 20
 _NOTHING_TO_DO = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
 
 
+def free_name(name: str, is_taken: Callable[[str], bool]) -> str:
+    """Return ``name``, with a number before its suffix if that name is taken."""
+    free, number = name, 0
+    while is_taken(free):
+        number += 1
+        free = f"{Path(name).stem}-{number}{Path(name).suffix}"
+    return free
+
+
 def write_file(path: Path, write: Callable[[BinaryIO], Any]) -> dict[str, Any]:
     """Write a new file and bring it to the disk.
 

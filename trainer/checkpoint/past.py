@@ -60,6 +60,8 @@ def read_past(config: TrainerConfig, run_dir: Path) -> Past | None:
     if path is not None:
         print(f"restarting from {path}", flush=True)
         return Past(path, read_state(path), is_own=True)
+    if own.is_restart:
+        print("restarting as at first: this run has no checkpoint yet", flush=True)
     if config.resume is None:
         return None
     if config.resume == "auto":

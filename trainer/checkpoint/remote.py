@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint.files import free_name
 from trainer.checkpoint.manifest import MANIFEST, parse_manifest, read_manifest, step_names, verify
 from trainer.checkpoint.store import LocalStore
 from trainer.urls import file_system, local_folder
@@ -140,7 +141,7 @@ class RemoteStore:
         """Move checkpoints to ``aside/``."""
         for name in names:
             with self._telling(f"move {name} to aside/ in"):
-                self._copy(name, f"aside/{name}")
+                self._copy(name, f"aside/{free_name(name, partial(self._is_aside, name))}")
             self.remove(name)
         return f"{self.url}/aside"
 
@@ -230,6 +231,10 @@ class RemoteStore:
         except FileNotFoundError:
             return None
         return content
+
+    def _is_aside(self, name: str, as_name: str) -> bool:
+        """Whether another one lies there; a copy that was made before a kill is made again."""
+        return self._manifest(f"aside/{as_name}") not in (None, self._manifest(name))
 
     def _has(self, name: str) -> bool:
         return self._manifest(name) is not None

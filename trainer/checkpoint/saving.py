@@ -34,6 +34,7 @@ from trainer.lock import locked
 from trainer.logbook import NotFiniteError
 from trainer.messages import listed
 from trainer.optimization import Schedule
+from trainer.rank import in_child
 from trainer.run import Run
 from trainer.session import Session
 
@@ -124,9 +125,16 @@ class Saver:
         if distributed.rank() > 0 or self._config.fast_dev_run:
             yield
             return
+        place = run_place(self._config, self._view.run_dir)
+        if in_child() and str(place).startswith("memory://"):
+            raise ValueError(
+                f"run_dir={place} would lie in the memory of rank 0, and be lost with it; use "
+                "devices=1 without max_restarts, or a folder or store that outlives the ranks"
+            )
         with locked(self._view.run_dir):
-            store = store_of(run_place(self._config, self._view.run_dir))
-            self._writer = CheckpointWriter(store, self._config.checkpoint, self._view.step)
+            self._writer = CheckpointWriter(
+                store_of(place), self._config.checkpoint, self._view.step
+            )
             try:
                 yield
             finally:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.checkpoint.files import fsync_folder, make_folder
+from trainer.checkpoint.files import free_name, fsync_folder, make_folder
 from trainer.checkpoint.manifest import read_manifest, step_folders, verify
 
 _TEMPORARY = ".tmp-"
@@ -86,9 +86,8 @@ class LocalStore:
         aside = self._folder / "aside"
         aside.mkdir(exist_ok=True)
         for name in names:
-            if (aside / name).exists():
-                shutil.rmtree(aside / name)
-            self.path(name).rename(aside / name)
+            free = free_name(name, lambda taken: (aside / taken).exists())
+            self.path(name).rename(aside / free)
         fsync_folder(aside)
         fsync_folder(self._folder)
         return str(aside)

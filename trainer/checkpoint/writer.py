@@ -34,7 +34,7 @@ from trainer.checkpoint.manifest import (
 from trainer.checkpoint.snapshot import Snapshot, Staging
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.weights import read_torch, write_weights
-from trainer.messages import counted
+from trainer.messages import counted, reason
 
 if TYPE_CHECKING:
     from trainer.config import CheckpointConfig
@@ -99,7 +99,7 @@ class CheckpointWriter:
             self._link()
         except OSError as error:
             raise ValueError(
-                f"cannot write checkpoints to {store.path('')}: {_reason(error)}; set run_dir to a "
+                f"cannot write checkpoints to {store.path('')}: {reason(error)}; set run_dir to a "
                 "folder that can be written"
             ) from error
 
@@ -197,7 +197,7 @@ class CheckpointWriter:
             return _Outcome(
                 None,
                 OSError(
-                    f"saving {what} to {path} failed: {_reason(error)}; the ones before it are "
+                    f"saving {what} to {path} failed: {reason(error)}; the ones before it are "
                     "untouched"
                 ),
             )
@@ -210,7 +210,7 @@ class CheckpointWriter:
             self._remove_old()
         except OSError as error:
             return _Outcome(
-                path, OSError(f"{what} is in {path}, but cleaning up failed: {_reason(error)}")
+                path, OSError(f"{what} is in {path}, but cleaning up failed: {reason(error)}")
             )
         return _Outcome(path, None)
 
@@ -298,9 +298,3 @@ def _config_text(config: Mapping[str, Any]) -> bytes:
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.create(dict(config))).encode()
-
-
-def _reason(error: OSError) -> str:
-    if error.strerror is None:
-        return str(error)
-    return error.strerror + (f" ({error.filename})" if error.filename else "")

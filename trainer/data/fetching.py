@@ -95,9 +95,17 @@ class Fetch(Dataset[MicroBatch]):
         try:
             return self.source.collate(samples)
         except Exception as error:
+            advice = (
+                "samples of one batch must have the same keys and shapes, or collate_fn must pad "
+                "them"
+            )
+            if "shared memory" in str(error):
+                advice = (
+                    "loader workers send batches through /dev/shm: make it larger (docker run "
+                    "--shm-size=8g), or use fewer num_workers"
+                )
             raise SampleError(
-                f"collating the samples {indices} raised {type(error).__name__}: {error}; samples "
-                "of one batch must have the same keys and shapes, or collate_fn must pad them"
+                f"collating the samples {indices} raised {type(error).__name__}: {error}; {advice}"
             ) from error
 
     def _get_item(self, index: Any) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +55,11 @@ class JsonlLogger(Logger):
             "time_s": round(run.time_s, 3),
         }
         values = {name: v if math.isfinite(v) else None for name, v in metrics.items()}
-        self._file.write((json.dumps({**clock, **values}, allow_nan=False) + "\n").encode())
+        line = (json.dumps({**clock, **values}, allow_nan=False) + "\n").encode()
+        size = os.fstat(self._file.fileno()).st_size
+        if self._file.write(line) < len(line):  # the disk is full now
+            self._file.truncate(size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
         self._num_lines = (self._num_lines or 0) + 1
 
     def state_dict(self) -> dict[str, Any]:

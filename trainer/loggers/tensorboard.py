@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,8 @@ class TensorBoardLogger(Logger):
     def state_dict(self) -> dict[str, Any]:
         """Bring the values to the file: a run that goes on from here does not log them again."""
         if self._writer is not None:
-            self._writer.flush()
+            with suppress(OSError):  # it comes up again in `log`
+                self._writer.flush()
         return {}
 
     def close(self) -> None:
