@@ -198,6 +198,7 @@ def test_the_experiments_compose(name: str) -> None:
         (["+callbacks.x={_target_: trainer.Calback}"], "did you mean trainer.Callback?"),
         (["trainer.devices=1,2"], "Ambiguous value"),
         (["trainer.run_dir=/dev/null/x"], "run_dir /dev/null/x cannot be written: /dev/null is"),
+        (["hydra.run.dir=/dev/null/y"], "run_dir /dev/null/y cannot be written: /dev/null is"),
     ],
 )
 def test_a_mistake_on_the_command_line(folder: str, overrides: list[str], words: str) -> None:

@@ -166,7 +166,7 @@ def check_command_line(
             node = cfg.get(key)
             raw = OmegaConf.is_config(node)
             check_targets(OmegaConf.to_container(node, resolve=False) if raw else node, key)
-        check_writable(options.get("run_dir") or slurm_run_dir() or "outputs")
+        check_writable(options.get("run_dir") or slurm_run_dir() or _given_dir(parsed) or "outputs")
         rank = launched_rank(options)
         if cfg.get("mode") == "fit" and rank is None and not multirun:
             check_free(Path(_hydra_run_dir(options.get("run_dir"))))
@@ -332,6 +332,12 @@ def launched_rank(options: Mapping[str, Any]) -> int | None:
     if launcher == "self":
         return None
     return int(os.environ.get("SLURM_PROCID" if launcher == "slurm" else "RANK", "0"))
+
+
+def _given_dir(overrides: list[Override]) -> str | None:
+    """Return the folder that Hydra is told to make, if that can be known before."""
+    values = [str(each.value()) for each in overrides if each.key_or_group == "hydra.run.dir"]
+    return values[-1] if values and "${" not in values[-1] else None
 
 
 def _hydra_run_dir(given: str | None) -> str:
