@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from trainer import TaskModule, Trainer, WeightedLoss
 
-pytestmark = [pytest.mark.timeout(90), pytest.mark.parametrize("world_size", [1, 2, 3, 4])]
+pytestmark = [pytest.mark.timeout(90), pytest.mark.parametrize("world_size", [1, 3, 4])]
 
 # 5, 5 and 1 samples: with 4 ranks one never has any, and in the last step only one has.
 GLOBAL_BATCH, SAMPLES, EPOCHS = 5, 11, 2

@@ -31,30 +31,33 @@ STARTED = "launcher: 2 processes on this machine, started here"
 
 WAYS_TO_FAIL = ["own", "deaf", "unpicklable", "exit", "leave", "die", "kill", "stop"]
 
-# Of those that end by themselves: the arguments, and the start method.
-SCENARIOS = {
-    "values": ([], "fork"),
-    "train": ([], None),
-    "uncaught": ([], "fork"),
-    "caught": (WAYS_TO_FAIL, "fork"),
-    "busy_parent": ([], "fork"),
-    "two_launches": ([], None),
-    "ends": ([], "fork"),
-    "once_per_machine": ([], "fork"),
+# Those that end by themselves, by the folder in which they are started.
+PROGRAMS = {
+    "notebook": lambda folder: notebook(folder),
+    "caught": lambda folder: scenario("caught", folder, *WAYS_TO_FAIL),
+    "train": lambda folder: scenario("train", folder, method=None),
+    "once per machine": lambda folder: scenario("once_per_machine", folder),
+    "two launches": lambda folder: scenario("two_launches", folder, method=None),
+    "torchrun": lambda folder: torchrun("fail_under_launcher", folder),
+    "values": lambda folder: scenario("values", folder),
+    "busy parent": lambda folder: scenario("busy_parent", folder),
+    "ends": lambda folder: scenario("ends", folder),
+    "module": lambda folder: module(folder),
+    "uncaught": lambda folder: scenario("uncaught", folder),
 }
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """Each of these scenarios: exit code, output, errors, and when it was over; two at a time."""
+    """Each of these programs: exit code, output, errors, and when it was over; two at a time."""
 
-    def run(name):
-        args, method = SCENARIOS[name]
-        program = scenario(name, tmp_path_factory.mktemp(name), *args, method=method)
-        return *program.end(within=120), time.monotonic()
+    def end(name):
+        program = PROGRAMS[name](tmp_path_factory.mktemp("program"))
+        # Torchrun leaves a folder of logs.
+        return *program.end(within=120, files=int(name == "torchrun")), time.monotonic()
 
     with ThreadPoolExecutor(2) as pool:
-        return dict(zip(SCENARIOS, pool.map(run, SCENARIOS), strict=True))
+        return dict(zip(PROGRAMS, pool.map(end, PROGRAMS), strict=True))
 
 
 def test_values_come_back_from_launch_after_launch_without_a_guard(ended):
@@ -182,13 +185,13 @@ def test_torchrun_starts_ranks_again_and_nothing_survives_if_it_is_killed(tmp_pa
 
 
 def test_ranks_of_a_busy_parent_do_not_hang(ended):
-    code, stdout, stderr, _ = ended["busy_parent"]
+    code, stdout, stderr, _ = ended["busy parent"]
     assert (code, stderr) == (0, "")
     assert "NO HANG" in stdout
 
 
 def test_of_two_launches_at_once_in_one_process_only_one_forks(ended):
-    code, stdout, stderr, _ = ended["two_launches"]
+    code, stdout, stderr, _ = ended["two launches"]
     assert (code, stderr) == (0, "")
     others = "fresh interpreters, because this process runs other ranks too"
     lines = [f"{STARTED} ({how}); gloo on cpu" for how in ("fork", others, "fork")]
@@ -205,13 +208,13 @@ def test_all_is_done_however_the_ranks_end(ended):
 
 
 def test_work_once_per_machine_may_be_long_and_its_error_reaches_all(ended):
-    code, stdout, stderr, _ = ended["once_per_machine"]
+    code, stdout, stderr, _ = ended["once per machine"]
     assert (code, stderr) == (0, "")
     assert "ONCE" in stdout
 
 
-def test_program_run_as_a_module(tmp_path):
-    package = tmp_path / "package"
+def module(folder):
+    package = folder / "package"
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "helper.py").write_text("def total(values):\n    return sum(values)\n")
@@ -230,14 +233,16 @@ def test_program_run_as_a_module(tmp_path):
         """)
     )
     command = [sys.executable, "-m", "package.main"]
-    program = Program(command, tmp_path, TRAINER_START_METHOD="fresh")
-    code, stdout, stderr = program.end(within=60)
+    return Program(command, folder, TRAINER_START_METHOD="fresh")
+
+
+def test_program_run_as_a_module(ended):
+    code, stdout, stderr, _ = ended["module"]
     assert (code, stderr) == (0, "")
     assert "total 3" in stdout
 
 
-def test_notebook(tmp_path):
-    """A task defined in a cell is trained, an error of a cell's class comes back, and so again."""
+def notebook(folder):
     cells = [
         """
         import os
@@ -294,9 +299,13 @@ for cell in notebook.cells:
     for output in cell.outputs:
         print(output.get("text", output), end="")
 """
-    folders = {"IPYTHONDIR": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", program]
-    code, stdout, stderr = Program(command, tmp_path, **folders).end(within=90)
+    folders = {"IPYTHONDIR": str(folder), "JUPYTER_RUNTIME_DIR": str(folder)}
+    return Program([sys.executable, "-c", program], folder, **folders)
+
+
+def test_notebook(ended):
+    """A task defined in a cell is trained, an error of a cell's class comes back, and so again."""
+    code, stdout, stderr, _ = ended["notebook"]
     assert code == 0, stderr
     stdout = stdout.partition("WHAT THE CELLS SHOW\n")[2]
     trained = [line for line in stdout.splitlines() if line.startswith("trained 9 True")]
@@ -309,15 +318,15 @@ for cell in notebook.cells:
 
 
 def torchrun(name, folder, *args, **options):
-    """Run a scenario under torchrun, which leaves a folder of logs."""
+    """Run a scenario under torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(SCRIPT), name, *args]
     return Program(command, folder)
 
 
-def test_torchruns_ranks_are_used_as_they_are_and_their_failure_is_shown_once(tmp_path):
-    code, stdout, stderr = torchrun("fail_under_launcher", tmp_path).end(within=90, files=1)
+def test_torchruns_ranks_are_used_as_they_are_and_their_failure_is_shown_once(ended):
+    code, stdout, stderr, over = ended["torchrun"]
     assert "RANK 0 IS RIGHT" in stdout
     assert "RANK 1 IS RIGHT" in stdout
     start = "launcher: 2 processes, started by torchrun (TORCHELASTIC_RUN_ID is set"
@@ -326,7 +335,7 @@ def test_torchruns_ranks_are_used_as_they_are_and_their_failure_is_shown_once(tm
     assert stdout.count(f"{start}); gloo on cpu") == 1
 
     (failed,) = times("FAILS", stdout)
-    assert time.monotonic() - failed < 10
+    assert over - failed < 10
     assert code == 1
     assert stderr.count("rank 1, step 12:") == 1
     assert stderr.count("OwnError: rank one is unwell") == 1

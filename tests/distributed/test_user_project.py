@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -129,16 +130,35 @@ def run(project: Project, cwd: Path, *command: str) -> subprocess.CompletedProce
     )
 
 
-def python(project: Project, cwd: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return run(project, cwd, sys.executable, str(project.script), *overrides)
-
-
 def events(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_it_trains_from_another_folder(project: Project, tmp_path: Path) -> None:
-    done = python(project, tmp_path)
+Ended = tuple[Path, subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def ended(project: Project, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """Each of these commands, and the folder in which it ran; two at a time."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = str(project.script)
+    commands = {
+        "fit": [script],
+        "sweep": [script, "--multirun", "trainer.devices=1,2", "hydra.sweep.dir=sweep"],
+        "torchrun": [*torchrun, script],
+        "failing": [script, "+task.fail=true"],
+    }
+
+    def end(name: str) -> Ended:
+        folder = tmp_path_factory.mktemp(name)
+        return folder, run(project, folder, sys.executable, *commands[name])
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(commands, pool.map(end, commands), strict=True))
+
+
+def test_it_trains_from_another_folder(project: Project, ended: dict[str, Ended]) -> None:
+    tmp_path, done = ended["fit"]
     assert (done.returncode, done.stderr) == (0, "")
     assert f"trainer {project.installed}" in done.stdout
     assert "hello Line 2" in done.stdout
@@ -151,7 +171,8 @@ def test_it_trains_from_another_folder(project: Project, tmp_path: Path) -> None
     assert value == pytest.approx([e["val/loss"] for e in logged if "val/loss" in e][-1], abs=1e-6)
 
     again = ["mode=test", "ckpt_path=best", "optimized_metric=test/loss"]
-    tested = python(project, tmp_path, *again, f"trainer.run_dir={folder}")
+    again = [sys.executable, str(project.script), *again, f"trainer.run_dir={folder}"]
+    tested = run(project, tmp_path, *again)
     assert (tested.returncode, tested.stderr) == (0, "")
     shown = float(re.search(r"value (\S+)", tested.stdout)[1])
     assert shown == pytest.approx(
@@ -160,8 +181,8 @@ def test_it_trains_from_another_folder(project: Project, tmp_path: Path) -> None
     assert (folder / ".hydra" / "config.yaml").read_text().count("mode: fit") == 1
 
 
-def test_a_sweep_over_the_world_size_runs_each_job_once(project: Project, tmp_path: Path) -> None:
-    done = python(project, tmp_path, "--multirun", "trainer.devices=1,2", "hydra.sweep.dir=sweep")
+def test_a_sweep_over_the_world_size_runs_each_job_once(ended: dict[str, Ended]) -> None:
+    tmp_path, done = ended["sweep"]
     assert (done.returncode, done.stderr) == (0, "")
     assert re.findall(r"hello Line (\d)", done.stdout) == ["1", "2"]
     one, two = re.findall(r"value (\S+)", done.stdout)
@@ -171,9 +192,8 @@ def test_a_sweep_over_the_world_size_runs_each_job_once(project: Project, tmp_pa
     assert [len(events(tmp_path / "sweep" / job)) for job in "01"] == [9, 9]
 
 
-def test_under_torchrun_all_ranks_share_one_folder(project: Project, tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = run(project, tmp_path, *torchrun, str(project.script))
+def test_under_torchrun_all_ranks_share_one_folder(ended: dict[str, Ended]) -> None:
+    tmp_path, done = ended["torchrun"]
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("hello Line 2") == 1
     assert done.stdout.count("value ") == 1
@@ -182,8 +202,8 @@ def test_under_torchrun_all_ranks_share_one_folder(project: Project, tmp_path: P
     assert os.listdir(tmp_path) == ["outputs"]
 
 
-def test_a_failing_rank_is_printed_once(project: Project, tmp_path: Path) -> None:
-    done = python(project, tmp_path, "+task.fail=true")
+def test_a_failing_rank_is_printed_once(ended: dict[str, Ended]) -> None:
+    _, done = ended["failing"]
     assert done.returncode == 1
     assert done.stderr.startswith("rank 1, step 3:\nTraceback (most recent call last):\n")
     assert done.stderr.endswith("RuntimeError: broken\n")
