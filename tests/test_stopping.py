@@ -93,17 +93,17 @@ def agreements() -> Any:
     return None
 
 
-def test_ranks_agree_at_the_same_steps_a_fraction_of_a_second_apart() -> None:
+def test_ranks_agree_at_the_same_steps_about_a_second_apart() -> None:
     found, other = on_ranks(2, agreements)
     assert found == other
     steps = [step for step, _ in found]
-    assert len(steps) < 15
-    assert max(after - before for before, after in pairwise(steps)) <= 30
+    assert len(steps) < 8
+    assert max(after - before for before, after in pairwise(steps)) <= 120
     decisions = [decision for _, decision in found]
     assert decisions[0] == (True, True, None)
     assert set(decisions[1:-1]) == {(False, False, None)}
     assert decisions[-1] == (False, False, signal.SIGTERM)
-    assert 50 <= steps[-1] <= 80
+    assert 50 <= steps[-1] <= 170
 
 
 def test_a_resumed_run_does_not_count_the_steps_before() -> None:

@@ -1,7 +1,7 @@
 """Signals that ask a run to save and stop, and how the ranks agree on the step at which they do.
 
-A handler only notes the signal. At step boundaries that all ranks know, a fraction of a second
-apart, one tiny all-reduce tells every rank what any of them has noted: all stop at the same step.
+A handler only notes the signal. At step boundaries that all ranks know, about a second apart, one
+tiny all-reduce tells every rank what any of them has noted: all stop at the same step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from trainer import distributed
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-AGREE_EVERY_S = 0.25
+AGREE_EVERY_S = 1.0
 
 _AGAIN = (signal.SIGTERM, signal.SIGUSR1)  # come more than once, from schedulers
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.soaking.agreement --markdown
 
-Ranks agree on signals and requests by one small all-reduce a few times a second. Each fit here does
+Ranks agree on signals and requests by one small all-reduce about once a second. Each fit here does
 nothing else that is not training; what is measured is the time in that agreement, the wait for a
 slower rank included, as a share of the fit's time; and the time of one agreement of ranks that are
 there at the same moment, which is all that it adds, for ranks wait for each other anyway.
