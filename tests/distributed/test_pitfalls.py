@@ -6,6 +6,9 @@ The kinds that other files test stand there: uneven data in ``test_training_data
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +35,8 @@ from torch.utils.data import DataLoader, Sampler
 
 from trainer import Callback, DataModule, Logger, Trainer, WeightedLoss, distributed
 from trainer.callbacks import EarlyStopping
+from trainer.checkpoint import writer
+from trainer.checkpoint.manifest import manifest_text, read_manifest
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -336,3 +341,79 @@ def test_a_comm_hook_leaves_nothing_to_keep(ranks: list[dict[str, Any]]) -> None
     for rank in ranks:
         assert_equal_bits(rank["compressed"]["4"], rank["compressed"]["None"])
         assert_equal_bits(rank["compressed"]["4"], ranks[0]["compressed"]["4"])
+
+
+# Checkpoints ---------------------------------------------------------------------------------
+
+
+class Hostile:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.target),)
+
+
+def replace_state(checkpoint: Path, state: Any) -> None:
+    """Put other state into a checkpoint, with a manifest that fits."""
+    torch.save(state, checkpoint / "state.pt")
+    content = (checkpoint / "state.pt").read_bytes()
+    facts = read_manifest(checkpoint)
+    digest = hashlib.sha256(content).hexdigest()
+    facts["files"]["state.pt"] = {"size": len(content), "sha256": digest}
+    (checkpoint / "manifest.json").write_text(manifest_text(facts))
+
+
+def test_two_ranks_pass_over_damage_and_execute_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options: dict[str, Any] = {
+        "train": samples(32),
+        "global_batch_size": 4,
+        "checkpoint": {"every_n_steps": 1},
+    }
+    whole, resumed = Regression(), Regression()
+    fit_on(2, whole, tmp_path / "run", max_steps=4, **options)
+    checkpoints = tmp_path / "run/checkpoints"
+    weights_file = checkpoints / "step-00000004/model.safetensors"
+    content = bytearray(weights_file.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights_file.write_bytes(content)
+    result = fit_on(2, resumed, tmp_path / "run", max_steps=4, resume="auto", **options)
+    told = capfd.readouterr()
+    assert "model.safetensors" in told.err
+    assert f"resuming from {checkpoints}/step-00000003" in told.out
+    assert result.step == 4
+    assert_equal_bits(resumed, whole)
+
+    owned = tmp_path / "owned"
+    replace_state(checkpoints / "step-00000004", {"optimizer": Hostile(owned)})
+    with pytest.raises(ValueError, match=r"state\.pt cannot be read as tensors and plain values"):
+        fit_on(2, Regression(), tmp_path / "run", max_steps=5, resume="auto", **options)
+    assert not owned.exists()
+
+
+def test_a_writer_that_fails_stops_two_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, write: Any) -> Any:
+        if path.parent.name.endswith("step-00000002"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_file(path, write)
+
+    write_file = writer.write_file
+    monkeypatch.setattr(writer, "write_file", full)
+    with pytest.raises(OSError, match=r"checkpoint of step 2 .* No space left on device"):
+        fit_on(
+            2,
+            Regression(),
+            tmp_path,
+            train=samples(400),
+            global_batch_size=4,
+            max_steps=100,
+            checkpoint={"every_n_steps": 1},
+        )
+    assert (tmp_path / "checkpoints/step-00000001/manifest.json").exists()
+    assert not (tmp_path / "checkpoints/step-00000100").exists()
