@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from trainer import distributed
+from trainer import attempt, distributed
 from trainer.attempt import slurm_job
 from trainer.checkpoint.files import free_name
 from trainer.config import TrainerConfig
@@ -83,7 +83,8 @@ def set_aside(path: Path) -> None:
     aside.mkdir(exist_ok=True)
     target = aside / free_name(path.name, lambda name: (aside / name).exists())
     path.rename(target)
-    print(f"moved {path.name} of an earlier run to {target}", file=sys.stderr)
+    whose = "start of this run" if attempt.current().is_restart else "run"
+    print(f"moved {path.name} of an earlier {whose} to {target}", file=sys.stderr)
 
 
 def _choose(config: TrainerConfig) -> Path:
