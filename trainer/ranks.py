@@ -74,7 +74,10 @@ def run(
     with _signals_handled(supervisor, group.can_stop):
         try:
             supervisor.start()
-            supervisor.finished.wait()
+            # Not one long wait: the kernel may hand a signal to another thread, after a stop
+            # for example, and Python would run its handler only when this one wakes.
+            while not supervisor.finished.wait(_POLL_S):
+                pass
         except BaseException:
             supervisor.stopping = True
             if supervisor.is_alive():
