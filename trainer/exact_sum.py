@@ -7,20 +7,24 @@ number of these units, and Python's integers have as many digits as it takes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 UNIT_EXPONENT = 1074
+_HALF = 27  # binary digits, of the 53 that a float64 has
 # A float64 has less than 2**(1024 + 1074) units; what is left of 67 * 32 bits, after the sign, is
 # enough for 2**45 values. A sum of 32-bit limbs over the ranks stays far below the end of an int64.
 _LIMBS = 67
 _LIMB_BITS = 32
 _BYTES = _LIMBS * _LIMB_BITS // 8
 _MODULUS = 1 << 8 * _BYTES
+
+FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -38,16 +42,27 @@ class ExactSum:
     lows: int = 0
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> ExactSum:
-        """Add up ``values``."""
-        units = highs = lows = 0
-        for value in values:
-            if math.isfinite(value):
-                numerator, denominator = value.as_integer_ratio()  # the latter is a power of 2
-                units += numerator << (UNIT_EXPONENT + 1 - denominator.bit_length())
-            else:
-                highs += not value < 0
-                lows += not value > 0
+    def of(cls, values: Sequence[float] | FloatArray) -> ExactSum:
+        """Add up ``values``, of which there may be 2**26."""
+        array = np.asarray(values, dtype=np.float64)
+        highs = lows = units = 0
+        finite = np.isfinite(array)
+        if not finite.all():
+            others, array = array[~finite], array[finite]
+            highs, lows = int((~(others < 0)).sum()), int((~(others > 0)).sum())
+        if array.size:
+            # By exponent, each fraction's upper and lower half: sums of these round nothing.
+            fractions, exponents = np.frexp(array)
+            smallest = int(exponents.min())
+            fractions = np.ldexp(fractions, _HALF)
+            uppers = np.floor(fractions)
+            lowers = np.ldexp(fractions - uppers, _HALF)
+            kinds = exponents - smallest
+            halves = (np.bincount(kinds, part).tolist() for part in (uppers, lowers))
+            for exponent, (upper, lower) in enumerate(zip(*halves, strict=True), smallest):
+                shift = UNIT_EXPONENT + exponent - 2 * _HALF
+                total = (int(upper) << _HALF) + int(lower)
+                units += total << shift if shift >= 0 else total >> -shift  # what goes is 0
         return cls(units, highs, lows)
 
     def state(self) -> list[Any]:

@@ -18,6 +18,7 @@ from trainer.exact_sum import ExactSum, pack, unpack
 
 # Values of one name that are kept apart before they are stacked into one tensor on their device.
 STACK_AFTER = 1024
+_NOTHING = (ExactSum(), ExactSum())
 
 
 class NotFiniteError(ValueError, FloatingPointError):
@@ -83,7 +84,9 @@ class Logbook:
                 "mean or its norm, say"
             )
         if isinstance(value, torch.Tensor):  # a parameter or buffer will change in place
-            value = value.detach().clone()
+            value = value.detach().clone().reshape(())
+        else:
+            value = float(value)
         self._append(name, value, self._num_samples if weight is None else weight)
 
     def add_loss(
@@ -93,7 +96,8 @@ class Logbook:
         self.has_weight = True
         if self._is_counted:
             self._loss_places.append((*self.place, self._num_samples))
-        self._append("loss", value.detach() / weight if is_total else value, weight)
+        value = value.detach()
+        self._append("loss", value / weight if is_total else value, weight)
 
     def reduce(
         self, *, finite_loss: bool = True, beside: torch.Tensor | None = None
@@ -163,7 +167,7 @@ class Logbook:
         if not self._is_counted:
             return
         values = self._values[name]
-        values.append(_scalar(value) if isinstance(value, torch.Tensor) else float(value))
+        values.append(value)
         self._weights[name].append(weight)
         if len(values) >= STACK_AFTER:
             self._stack(name)
@@ -180,7 +184,7 @@ class Logbook:
         """Add up this rank's values times weights, and weights."""
         self._stack(name)
         total, weight = self._restored.get(name, (ExactSum(), ExactSum()))
-        for products, weights in (stack.tolist() for stack in self._stacks.get(name, ())):
+        for products, weights in (stack.cpu().numpy() for stack in self._stacks.get(name, ())):
             total, weight = total + ExactSum.of(products), weight + ExactSum.of(weights)
         return total, weight
 
@@ -189,6 +193,9 @@ class Logbook:
         names = {*self._values, *self._stacks, *self._restored}
         sums = {name: self._sum(name) for name in names}
         unknown = sorted(names.difference(self._names))
+        if distributed.world_size() == 1:
+            self._names += unknown
+            return {name: sums.get(name, _NOTHING) for name in self._names}
         header, *shared = self._added(sums, len(unknown), beside)
         if header:
             # Some rank has a name that the others may not have: exchange names, once.
@@ -203,8 +210,7 @@ class Logbook:
         unknown: int,
         beside: torch.Tensor | None = None,
     ) -> list[ExactSum]:
-        nothing = (ExactSum(), ExactSum())
-        own = [part for name in self._names for part in sums.get(name, nothing)]
+        own = [part for name in self._names for part in sums.get(name, _NOTHING)]
         packed = pack([ExactSum(unknown), *own])  # a header and two sums per name
         if beside is None:
             return unpack(distributed.all_reduce_sum(packed))
@@ -246,7 +252,3 @@ def _stacked(values: list[torch.Tensor | float]) -> torch.Tensor:
         # Each by itself: in a common format some would be rounded.
         tensors = [torch.as_tensor(v, dtype=torch.float64, device=device) for v in values]
     return torch.stack(tensors).to(torch.float64)
-
-
-def _scalar(value: torch.Tensor) -> torch.Tensor:
-    return value.detach() if value.dim() == 0 else value.detach().reshape(())

@@ -15,6 +15,8 @@ from trainer.messages import reason
 from trainer.run import Run
 from trainer.watch import Phase, watch
 
+_EVENTS = ("on_fit_start", "on_log", "on_validation_end", "on_save", "on_fit_end")
+
 
 class Observers:
     """What observes a run on rank 0. Elsewhere there are none, and nothing happens here."""
@@ -36,6 +38,12 @@ class Observers:
         """
         self._view = view
         self._callbacks = callbacks
+        self._by_event: dict[str, list[Any]] = {}  # the callbacks' own methods
+        for event in _EVENTS:
+            methods = [getattr(callback, event) for callback in callbacks]
+            default = getattr(Callback, event)
+            own = [method for method in methods if getattr(method, "__func__", None) is not default]
+            self._by_event[event] = own
         self._loggers = loggers
         self._on_error = on_error
         self._warned: set[Logger] = set()  # of these
@@ -53,18 +61,21 @@ class Observers:
             yield
 
     def tell(self, event: str, *args: Any) -> None:
-        """Call the method ``event`` of each callback, with the task in eval mode and no gradients.
+        """Call the method ``event`` of each callback that has one of its own.
+
+        Meanwhile the task is in eval mode, without gradients.
 
         Args:
             event: ``on_log``, say.
             *args: What it gets beside the run.
         """
-        if not self._callbacks:
+        methods = self._by_event[event]
+        if not methods:
             return
         watch.enter(Phase.CALLBACKS)
         with evaluating(self._view.task, "train", None), no_collectives("a callback"):
-            for callback in self._callbacks:
-                getattr(callback, event)(self._view, *args)
+            for method in methods:
+                method(self._view, *args)
 
     def write(self, values: Mapping[str, float]) -> None:
         """Write one event to the loggers."""

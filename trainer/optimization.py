@@ -178,6 +178,16 @@ def configure_optimizer(
     return setup.optimizer, Schedule(setup, scaling, task.run)
 
 
+def may_draw(task: TaskModule, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether random numbers may be drawn in an update: torch's own optimizers draw none."""
+    hooks = ("before_optimizer_step", "after_optimizer_step")
+    return (
+        any(getattr(type(task), hook) is not getattr(TaskModule, hook) for hook in hooks)
+        or not type(optimizer).__module__.startswith("torch.optim.")
+        or bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    )
+
+
 def _check_schedule(setup: OptimizerSetup) -> None:
     scheduler, monitor = setup.scheduler, setup.monitor
     if setup.interval not in (None, *INTERVALS):

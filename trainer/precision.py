@@ -18,13 +18,14 @@ class Precision:
     def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
         self.device = device
-        self._dtype = DTYPES.get(name)
+        dtype = DTYPES.get(name)
+        self._autocast: AbstractContextManager[None] = nullcontext()
+        if dtype is not None:
+            self._autocast = torch.autocast(device.type, dtype=dtype)
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Return the context for forward and loss."""
-        if self._dtype is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self._dtype)
+        """Return the context for forward and loss, which is no place for another one of these."""
+        return self._autocast
 
 
 class LossScaler(torch.amp.GradScaler):

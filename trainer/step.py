@@ -93,7 +93,7 @@ class StepModule(nn.Module):
             ValueError: If ``loss`` returns something that cannot be trained on.
         """
         task, scale = self.task, float(self._averaged_over)
-        loss = self._loss(batch, num_samples, global_size)
+        loss = self._loss(task, batch, num_samples, global_size)
         if task.global_loss:
             # Every rank has the loss of all samples, and contributes an equal share of it.
             num_samples, scale = global_size, scale / distributed.world_size()
@@ -117,9 +117,8 @@ class StepModule(nn.Module):
         # Not in the loss's own format: a half has too few digits for a weight.
         return torch.add(value, self.extra_weight, alpha=extra)
 
-    def _loss(self, batch: Any, num_samples: int, global_size: int) -> Any:
+    def _loss(self, task: TaskModule, batch: Any, num_samples: int, global_size: int) -> Any:
         """Return what ``loss`` returned; None without a sample, unless it is a global one."""
-        task = self.task
         outputs = None if batch is None else task(batch)
         if task.global_loss:
             key = stream_key(self._seed, Stream.GLOBAL_LOSS, task.run.step)

@@ -28,11 +28,12 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 def to_device(tree: Any, device: torch.device) -> Any:
     """Move everything that has a ``to`` to ``device``, asynchronously from page-locked memory."""
-    if isinstance(tree, torch.Tensor):  # the usual case, and the loop's
+    if isinstance(tree, torch.Tensor):
         return tree.to(device, non_blocking=device.type != "cpu")
-    if callable(
-        getattr(tree, "to", None)
-    ):  # also a tuple: not every part of a PackedSequence is to be moved
+    if type(tree) is list:  # the usual batch
+        return [to_device(part, device) for part in tree]
+    # Also a tuple: not every part of a PackedSequence is to be moved.
+    if callable(getattr(tree, "to", None)):
         return tree.to(device)
     return map_parts(lambda part: to_device(part, device), tree)
 

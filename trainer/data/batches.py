@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 from torch.utils.data import Sampler
 
 from trainer import distributed
 from trainer.data.fetching import Fetch, Request
 from trainer.data.loading import (
     Batches,
+    Indices,
     LoaderOptions,
     MicroBatch,
     Source,
@@ -82,9 +84,9 @@ def train_batches(
         return IndexedBatches(source, plan, global_batches, options)
 
     size = cast(int, plan.global_batch_size)
-    first: Sequence[int] = range(cast(int, num_samples))
+    first: Indices = range(cast(int, num_samples))
 
-    def order(epoch: int) -> Sequence[int]:
+    def order(epoch: int) -> Indices:
         if overfit:
             return first
         if indices is not None:
@@ -95,8 +97,8 @@ def train_batches(
                         given = indices(options.seed, epoch)
                     own = [int(i) for i in given]
             return distributed.broadcast_object(own)
-        found: list[int] = epoch_order(len(first), options.seed, epoch, shuffle).tolist()
-        return found
+        # An array: as a list, the numbers would take five times the memory.
+        return epoch_order(len(first), options.seed, epoch, shuffle).numpy()
 
     if indices is not None and not overfit:
         first = order(0)
@@ -147,9 +149,9 @@ def evaluation_batches(
         samples = len(source.dataset)
         if limit is not None:
             samples = min(samples, limit * size)
-        everything = range(samples)
+        everything = np.arange(samples)
         step = size if together else max(1, samples)
-        whole: list[Sequence[int]] = [everything[i : i + step] for i in range(0, samples, step)]
+        whole: list[Indices] = [everything[i : i + step] for i in range(0, samples, step)]
     else:
         # One pass of the user's sampler on rank 0: it may be unseeded.
         whole = []
@@ -162,7 +164,7 @@ def evaluation_batches(
         whole = distributed.broadcast_object(whole)
     if together:
         return IndexedBatches(source, plan, GivenBatches(whole), options)
-    chunks: list[tuple[int, Sequence[int]]] = []
+    chunks: list[tuple[int, Indices]] = []
     position = 0
     for indices in whole:
         for start in range(0, len(indices), micro):
@@ -248,9 +250,7 @@ class IndexedBatches(Batches):
         start, batches = self._global_batches.start(epoch, start_step)
         return self._cut(batches, start, epoch)
 
-    def _cut(
-        self, batches: Iterator[Sequence[int]], position: int, epoch: int
-    ) -> Iterator[Request]:
+    def _cut(self, batches: Iterator[Indices], position: int, epoch: int) -> Iterator[Request]:
         rank, world_size = distributed.rank(), distributed.world_size()
         cuts: dict[int, list[Slice]] = {}  # of global batches by size: nearly all have the same
         for indices in batches:
@@ -272,7 +272,7 @@ class _EvaluationBatches(Batches):
     def __init__(
         self,
         source: Source,
-        chunks: Sequence[tuple[int, Sequence[int]]],
+        chunks: Sequence[tuple[int, Indices]],
         num_samples: int,
         options: LoaderOptions,
     ) -> None:

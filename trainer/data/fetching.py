@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -12,15 +11,20 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from trainer.data import draws
 from trainer.data.held import Generators, set_epoch
-from trainer.data.loading import MicroBatch, Source, length
+from trainer.data.loading import Indices, MicroBatch, Source, length
 from trainer.failures import SampleError
 from trainer.seeding import Stream, stream_key
+
+
+def plain(indices: Indices) -> list[Any]:
+    """Return the indices with Python's own numbers, as a dataset expects them."""
+    return indices.tolist() if isinstance(indices, np.ndarray) else list(indices)
 
 
 class Request(NamedTuple):
     """A micro-batch that is still to be loaded: its ``indices`` instead of its batch."""
 
-    indices: Sequence[Any]
+    indices: Indices
     position: int
     number: int
     global_size: int
@@ -59,14 +63,15 @@ class Fetch(Dataset[MicroBatch]):
         if request.epoch != self._epoch:
             # A worker that lives through several epochs has its own copy of the dataset.
             self.start(request.epoch)
-        indices = list(request.indices)
-        batch = self._load(indices, request.position) if indices else None
-        return MicroBatch(batch, len(indices), *request[1:5], request.indices)
+        size = len(request.indices)
+        batch = self._load(request.indices, request.position) if size else None
+        return MicroBatch(batch, size, *request[1:5], request.indices)
 
-    def _load(self, indices: list[Any], position: int) -> Any:
+    def _load(self, chosen: Indices, position: int) -> Any:
         if type(self._dataset) is TensorDataset and self.source.collate is default_collate:
             with suppress(IndexError, RuntimeError, TypeError):  # item by item the index is found
-                return _rows(self._dataset, indices)
+                return _rows(self._dataset, chosen)
+        indices = plain(chosen)
         key = stream_key(self._seed, Stream.MICRO_BATCH, self._epoch, position)
         if _fetches_together(self._dataset):
             self._generators.seed(key)
@@ -137,9 +142,9 @@ def _fetches_together(dataset: Any) -> bool:
     return callable(getattr(dataset, "__getitems__", None))
 
 
-def _rows(dataset: TensorDataset, indices: list[int]) -> list[torch.Tensor]:
+def _rows(dataset: TensorDataset, indices: Indices) -> list[torch.Tensor]:
     """Return what collating the items gives, in one call per tensor instead of one per sample."""
-    chosen = torch.from_numpy(np.array(indices))  # a quarter of the time of torch.tensor
+    chosen = torch.from_numpy(np.asarray(indices))  # a quarter of the time of torch.tensor
     return [tensor.index_select(0, chosen) for tensor in dataset.tensors]
 
 

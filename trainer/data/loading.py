@@ -9,8 +9,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import (
@@ -28,6 +30,8 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from trainer import children, distributed, stopping
 from trainer.seeding import Stream, stream_key
+
+Indices: TypeAlias = Sequence[Any] | npt.NDArray[np.int64]
 
 
 class MicroBatch(NamedTuple):
@@ -49,7 +53,7 @@ class MicroBatch(NamedTuple):
     number: int
     global_size: int
     is_last: bool
-    indices: Sequence[Any] = ()
+    indices: Indices = ()
 
     def pin_memory(self) -> MicroBatch:
         """Pin the batch; torch's loader asks for it, and would go through the numbers too."""

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from trainer import distributed
 from trainer.data.held import sampler_generators, set_epoch
-from trainer.data.loading import length
+from trainer.data.loading import Indices, length
 from trainer.guard import no_collectives
 from trainer.seeding import OwnStream, Stream, stream_key
 
@@ -32,7 +32,7 @@ class GlobalBatches:
 
     steps_per_epoch: int | None
 
-    def start(self, epoch: int, start_step: int) -> tuple[int, Iterator[Sequence[int]]]:
+    def start(self, epoch: int, start_step: int) -> tuple[int, Iterator[Indices]]:
         """Return the position where ``start_step`` starts, and the global batches from there on."""
         raise NotImplementedError
 
@@ -54,7 +54,7 @@ class PlannedBatches(GlobalBatches):
     """Equal parts of an epoch's order."""
 
     def __init__(
-        self, order: Callable[[int], Sequence[int]], num_samples: int, size: int, steps: int
+        self, order: Callable[[int], Indices], num_samples: int, size: int, steps: int
     ) -> None:
         self.steps_per_epoch = steps
         self._order = order
@@ -62,7 +62,7 @@ class PlannedBatches(GlobalBatches):
         self._size = size
         self._steps = steps
 
-    def start(self, epoch: int, start_step: int) -> tuple[int, Iterator[Sequence[int]]]:
+    def start(self, epoch: int, start_step: int) -> tuple[int, Iterator[Indices]]:
         """Return the first position, and the parts of the epoch's order from there on."""
         indices = self._order(epoch)
         if len(indices) != self._num_samples:
@@ -78,11 +78,11 @@ class PlannedBatches(GlobalBatches):
 class GivenBatches(GlobalBatches):
     """The same lists of indices in every epoch."""
 
-    def __init__(self, batches: Sequence[Sequence[int]]) -> None:
+    def __init__(self, batches: Sequence[Indices]) -> None:
         self.steps_per_epoch = len(batches)
         self._batches = batches
 
-    def start(self, epoch: int, start_step: int) -> tuple[int, Iterator[Sequence[int]]]:
+    def start(self, epoch: int, start_step: int) -> tuple[int, Iterator[Indices]]:
         """Return the first position, and the batches from there on."""
         position = sum(map(len, self._batches[:start_step]))
         return position, iter(self._batches[start_step:])
@@ -127,7 +127,7 @@ class SampledBatches(GlobalBatches):
         self.steps_per_epoch = min(known, default=None)
         self._chunk = max(SHARED_BATCHES, (loader.prefetch_factor or 0) * loader.num_workers)
 
-    def start(self, epoch: int, start_step: int) -> tuple[int, Iterator[Sequence[int]]]:
+    def start(self, epoch: int, start_step: int) -> tuple[int, Iterator[Indices]]:
         """Return the first position, and what the sampler draws from there on, on every rank.
 
         What is before `start_step` is drawn again, on rank 0: indices, not samples.
@@ -205,7 +205,7 @@ class SampledBatches(GlobalBatches):
         self._ended = len(chunk) < self._chunk
         self._ready.extend(chunk)
 
-    def _take(self) -> Iterator[Sequence[int]]:
+    def _take(self) -> Iterator[Indices]:
         while self._ready:
             yield self._ready.popleft()
         assert self._ended

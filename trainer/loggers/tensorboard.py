@@ -55,9 +55,13 @@ class TensorBoardLogger(Logger):
         return self._writer
 
     def log(self, run: Run, metrics: Mapping[str, float]) -> None:
-        """Write each value as a scalar at ``run.step``."""
-        for name, value in metrics.items():
-            self.writer.add_scalar(name, value, run.step)
+        """Write the values as scalars at ``run.step``, in one event: the writer is a thread."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        file = self.writer.file_writer
+        assert file is not None  # unless it is closed
+        file.add_summary(Summary(value=values), run.step)
 
     def state_dict(self) -> dict[str, Any]:
         """Bring the values to the file: a run that goes on from here does not log them again."""

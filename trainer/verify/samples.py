@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from trainer.data.fetching import Request
+from trainer.data.fetching import Request, plain
 from trainer.messages import counted
 from trainer.verify.record import Forward, Record
 from trainer.verify.report import Check
@@ -89,7 +89,7 @@ def _faults(records: list[Record], epoch: int) -> Iterator[str]:
 
 def _order(records: list[Record], epoch: int) -> list[Any]:
     """Return the indices of an epoch, over all ranks."""
-    return [i for _, _, request in _in_order(records, epoch) for i in request.indices]
+    return [i for _, _, request in _in_order(records, epoch) for i in plain(request.indices)]
 
 
 def _in_order(records: list[Record], epoch: int) -> list[tuple[int, int, Request]]:
