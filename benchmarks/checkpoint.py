@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
 
 from benchmarks.common import scratch, table
-from benchmarks.overhead import TwoLayers
+from benchmarks.nets import TwoLayers
 from benchmarks.survival import FAULTS
 from trainer import Trainer
 from trainer.checkpoint.manifest import FOLDER

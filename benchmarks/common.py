@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+import torch
 
 
 @contextmanager
@@ -26,3 +31,17 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool) 
         return "\n".join("  ".join(line).rstrip() for line in padded)
     rule = ["-" * width for width in widths]
     return "\n".join(f"| {' | '.join(line)} |" for line in [padded[0], rule, *padded[1:]])
+
+
+def environment(*packages: str) -> str:
+    """Return what a measurement depends on: versions, cores, and how busy the machine is.
+
+    Args:
+        packages: Are named with their versions, where they are installed.
+    """
+    versions = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            versions.append(f"{package} {version(package)}")
+    cores = len(os.sched_getaffinity(0))
+    return f"{', '.join(versions)}, {cores} cores, load {os.getloadavg()[0]:.1f}"

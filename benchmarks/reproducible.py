@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from benchmarks.common import scratch, table
-from benchmarks.overhead import ConvTask, TwoLayers
+from benchmarks.nets import ConvTask, TwoLayers
 from recipes.mnist import MnistData
 from trainer import TaskModule, Trainer, distributed
 from trainer.config import TrainerConfig

@@ -1,0 +1,1 @@
+"""What a step costs beside a hand-written loop: with the Trainer, and with other trainers."""
