@@ -1,0 +1,1 @@
+"""What more ranks would bring: a task measured here, and simulated on up to thousands of ranks."""
