@@ -84,7 +84,7 @@ def test_accepted(given: dict[str, Any], kept: Any) -> None:
         ({"pin_memory": "yes"}, "it must be true, false or auto"),
         ({"precision": "64-true"}, "it must be fp32, bf16 or fp16"),
         ({"precision": True}, "precision=true is true or false"),
-        ({"comm_hook": "powersgd"}, "it must be fp16, bf16 or null"),
+        ({"comm_hook": "topk"}, "powersgd, powersgd+fp16, powersgd+bf16 or null"),
         ({"accelerator": "gpu"}, "set accelerator=cuda"),
         ({"limit_val_batches": 0.1}, "limit_val_batches=10 say"),
         ({"fast_dev_run": 3}, "limit_train_batches=3 and limit_val_batches=3"),

@@ -12,7 +12,7 @@ from torch import nn
 
 from trainer.config import TrainerConfig
 from trainer.data.plan import GlobalBatchPlan
-from trainer.notes import notes_on_cut
+from trainer.notes import note_late_start, notes_on_cut
 
 
 def notes(
@@ -97,3 +97,13 @@ def test_the_start_of_a_fit_prints_them(tmp_path: Path, capfd: pytest.CaptureFix
     task.net.append(nn.BatchNorm1d(1).double())
     fit(task, tmp_path, train=samples(8), global_batch_size=4, micro_batch_size=2, max_steps=1)
     assert "note: BatchNorm (net.3) normalizes each micro-batch" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("total", "is_late"), [(None, False), (100, True), (101, False)])
+def test_a_compression_that_never_begins(
+    total: int | None, is_late: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note_late_start(100, total)
+    assert (
+        "powersgd_start_step=100; a tenth of the run is 10" in capsys.readouterr().out
+    ) == is_late

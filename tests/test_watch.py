@@ -78,7 +78,7 @@ def test_a_phase_without_a_limit() -> None:
     assert (watch.phase, watch.limit_s) == (Phase.STARTING, 5.0)
 
 
-def test_own_seconds_of_each_step_without_those_of_an_evaluation() -> None:
+def test_what_is_known_of_the_ends_of_backwards() -> None:
     watch = Watch()
     watch.step = 3  # resumed
     for step, phases in enumerate(
@@ -92,5 +92,28 @@ def test_own_seconds_of_each_step_without_those_of_an_evaluation() -> None:
             watch.enter(phase)
             time.sleep(0.02)
         watch.step = step
-    assert watch.take_own_steps() == pytest.approx([0.04, 0.02], abs=0.015)
-    assert watch.take_own_steps() == []
+    _, first, second = watch.take_ends()
+    # The time, then loading, forward, backward, and the optimizer of the step before.
+    expected = [0.08, 0.02, 0, 0, 0.02]
+    assert [b - a for a, b in zip(first, second, strict=True)] == pytest.approx(expected, abs=0.015)
+    assert watch.take_ends() == [second]
+    watch.step = 9
+    assert len(watch.take_ends()) == 1  # this one: what was before belongs to no step
+
+
+def test_the_last_ends_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.watch._MOST_ENDS", 3)
+    watch = Watch()
+    for watch.step in range(9):
+        watch.enter(Phase.LOADING)
+    times = [end[0] for end in watch.take_ends()]
+    assert len(times) <= 3
+    assert times == sorted(times)
+    assert times[-1] < watch.since
+
+
+def test_whoever_wants_to_know_is_told_of_phases() -> None:
+    watch, told = Watch(), []
+    watch.on_enter = told.append
+    watch.enter(Phase.FORWARD)
+    assert told == [Phase.FORWARD]

@@ -1,11 +1,13 @@
 """A small trainer for distributed data parallel PyTorch: the world size is an execution detail."""
 
+from trainer import startup as _startup
 from trainer.api import Trainer
 from trainer.callbacks import Callback
 from trainer.checkpoint.weights import load_task, load_weights
 from trainer.cli import hydra_main, run
 from trainer.data.module import DataModule
 from trainer.loggers import Logger
+from trainer.planning.report import PlanReport
 from trainer.run import FitResult
 from trainer.seeding import seed_everything
 from trainer.task import OptimizerSetup, TaskModule, WeightedLoss
@@ -17,6 +19,7 @@ __all__ = [
     "FitResult",
     "Logger",
     "OptimizerSetup",
+    "PlanReport",
     "TaskModule",
     "Trainer",
     "VerifyReport",
@@ -27,3 +30,5 @@ __all__ = [
     "run",
     "seed_everything",
 ]
+
+_startup.note("import")

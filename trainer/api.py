@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer import distributed, stopping
+from trainer import distributed, startup, stopping
 from trainer.callbacks import Callback, default_callbacks
+from trainer.compiling import compiled
 from trainer.config import TrainerConfig
 from trainer.contract import check_contract
 from trainer.data.module import DataModule, as_data_module
@@ -33,6 +34,7 @@ from trainer.task import RunFacts, TaskModule
 from trainer.trainer import Training
 
 if TYPE_CHECKING:
+    from trainer.planning.report import PlanReport
     from trainer.verify.report import VerifyReport
 
 
@@ -205,10 +207,48 @@ class Trainer:
         module = as_data_module(data, train=train, val=val)
         return verify(self.config, self._on_rank, task, module, steps)
 
+    def plan(
+        self,
+        task: TaskModule,
+        data: DataModule | None = None,
+        *,
+        train: Any = None,
+        val: Any = None,
+        **options: Any,
+    ) -> PlanReport | None:
+        """Measure a few steps on the ranks there are, and simulate more of them, up to thousands.
+
+        ``task`` has its own weights afterwards. The report is also written to ``plan.json`` and
+        ``plan.png`` in the run's folder.
+
+        Args:
+            task: What a fit would train.
+            data: Where the samples come from; or give ``train`` instead.
+            train: The training data.
+            val: The validation data of that fit; it is not used.
+            options: Any option of `PlanConfig` (``max_ranks``, ``bandwidth_gbps``, ...).
+
+        Returns:
+            The tables, also as text; None on ranks other than 0 if a launcher started them.
+
+        Raises:
+            ValueError: If the task is incomplete, or a step of it cannot be simulated.
+        """
+        from trainer.planning.measuring import measure
+        from trainer.planning.options import PlanConfig
+        from trainer.planning.planning import plan
+
+        config = PlanConfig.from_options(options)
+        check_contract(task, to_fit=True)
+        module = as_data_module(data, train=train, val=val)
+        measured = self._launch(measure, False, task, module, self.config, config.steps)
+        return None if measured is None else plan(measured, self.config, config)
+
     def _launch(
         self, job: Callable[..., Any], changes_weights: bool, task: TaskModule, *args: Any
     ) -> Any:
         """Run ``job(task, *args)`` on all ranks; afterwards ``task`` is as the ranks left it."""
+        startup.note("script")
         is_fit = job == self._fit
         check_contract(task, to_fit=is_fit)
         if is_fit and starts_ranks(self.config):
@@ -224,6 +264,7 @@ class Trainer:
             where=self._where,
             can_stop=is_fit,
         )
+        startup.begin()  # of the next one
         if outcome is None:
             return None
         result, weights = outcome
@@ -238,7 +279,8 @@ class Trainer:
         matmul_precision = torch.get_float32_matmul_precision()
         try:
             torch.set_float32_matmul_precision(self.config.matmul_precision or matmul_precision)
-            with deterministic_algorithms() if self.config.reproducible else nullcontext():
+            exact = deterministic_algorithms() if self.config.reproducible else nullcontext()
+            with exact, compiled(task, self.config):
                 result = job(task, *args)
         finally:
             torch.set_float32_matmul_precision(matmul_precision)
@@ -260,6 +302,7 @@ class Trainer:
             callbacks = instantiate_all(callback, Callback, "callbacks", default_callbacks)
             loggers = instantiate_all(logger, Logger, "logger", default_loggers)
         session = Session(self.config, task, data)
+        startup.note("prepare")
         self._state = TrainState()
         training = Training(
             session,
@@ -270,6 +313,7 @@ class Trainer:
             self.run_config,
             test_best,
         )
+        startup.note("set up")
         print_notes(task, training.plan, self.config)
         # A rank that was started here has noted signals from its start.
         with nullcontext() if in_child() else stopping.noted(), training.open():

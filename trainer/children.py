@@ -9,8 +9,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing import connection
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -69,6 +70,31 @@ def start_janitor() -> Janitor:
 @functools.cache
 def _own_janitor(pid: int) -> Janitor:
     return start_janitor()
+
+
+def exit_code(pid: int) -> int | None:
+    """Return a child's exit code (negative: the signal), or None while it runs; reap nothing."""
+    try:
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return 0  # somebody else has waited for it, and knows its code
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+def wait_for_one(pids: Iterable[int], at_most_s: float) -> None:
+    """Wait until one of these children has ended."""
+    with ExitStack() as stack:
+        files = []
+        try:
+            for pid in pids:
+                files.append(os.pidfd_open(pid))
+                stack.callback(os.close, files[-1])
+        except (AttributeError, OSError):  # not on Linux, or somebody else has waited for it
+            time.sleep(at_most_s)
+        else:
+            connection.wait(files, at_most_s)
 
 
 def settle_worker() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import os
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from trainer import startup
 from trainer.checkpoint import manifest
 from trainer.checkpoint.finding import find
 from trainer.composition import (
@@ -71,14 +73,16 @@ def run(cfg: DictConfig | dict[str, Any]) -> Any:
 
     Args:
         cfg: The keys are ``task`` and ``data`` (nodes with a ``_target_``), ``trainer`` (options),
-            ``callbacks`` and ``logger`` (name -> node), ``mode`` (fit, validate, test, predict or
-            verify), ``test`` (after fit, test the best weights), ``ckpt_path`` (the weights to
-            validate, test or predict with: ``best``, ``last`` or a path) and ``optimized_metric``.
+            ``callbacks`` and ``logger`` (name -> node), ``mode`` (fit, validate, test, predict,
+            verify or plan), ``plan`` (options of that), ``test`` (after fit, test the best
+            weights), ``ckpt_path`` (the weights to validate, test or predict with: ``best``,
+            ``last`` or a path) and ``optimized_metric``.
 
     Returns:
         The metric that ``optimized_metric`` names, for sweepers; where there is none, what the mode
-        returns: a `FitResult`, the metrics, a `VerifyReport` or the predictions (which are also
-        written to ``predictions.pt`` in the run's folder). None on ranks other than 0.
+        returns: a `FitResult`, the metrics, a `VerifyReport`, a `PlanReport` or the predictions
+        (which are also written to ``predictions.pt`` in the run's folder). None on ranks other
+        than 0.
 
     Raises:
         ValueError: For a mistake in the config.
@@ -87,6 +91,7 @@ def run(cfg: DictConfig | dict[str, Any]) -> Any:
 
     from trainer.api import Trainer
 
+    startup.note("compose")
     cfg = OmegaConf.create(cfg) if isinstance(cfg, dict) else cfg
     assert isinstance(cfg, DictConfig)
     options = check_config(cfg)
@@ -97,11 +102,18 @@ def run(cfg: DictConfig | dict[str, Any]) -> Any:
     plain: Any = OmegaConf.to_container(cfg, resolve=True)
     trainer.run_config = {**plain, **trainer.run_config}  # what load_task builds a task from
     data = build_node(cfg.get("data"), "data")
+    startup.note("data")
     task = build_node(cfg.task, "task")
+    startup.note("task")
 
     mode, ckpt_path = cfg.get("mode", "fit"), cfg.get("ckpt_path")
     if mode == "verify":
         return _show(trainer.verify(task, data))
+    if mode == "plan":
+        report = trainer.plan(task, data, **(plain.get("plan") or {}))
+        if report is not None:
+            print(report, flush=True)
+        return report
     if mode != "fit" and not launched_rank(options):
         ckpt_path = _find_weights(ckpt_path, options["run_dir"])
     if mode == "predict":
@@ -125,6 +137,9 @@ def run(cfg: DictConfig | dict[str, Any]) -> Any:
 
 
 def _run_program(main: Callable[[DictConfig], Any], folder: str, config_name: str) -> None:
+    startup.note("program")
+    # To take all modules apart at the end would cost this process half a second.
+    gc.freeze()
     import hydra
     from hydra._internal.utils import get_args_parser
 

@@ -22,6 +22,7 @@ from trainer.instantiate import check_targets
 from trainer.launcher import find_launcher
 from trainer.lock import check_free
 from trainer.options import option_fields
+from trainer.planning.options import PlanConfig
 from trainer.run_dir import check_resume, check_writable, folder_of, slurm_run_dir
 
 if TYPE_CHECKING:
@@ -29,13 +30,14 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 HYDRA_VERSION = "1.3"
-MODES = ("fit", "validate", "test", "predict", "verify")
+MODES = ("fit", "validate", "test", "predict", "verify", "plan")
 
 # The top level of every config, with its defaults; `task` and `data` come from the project.
 DEFAULTS: dict[str, Any] = {
     "task": None,
     "data": None,
     "mode": "fit",
+    "plan": asdict(PlanConfig()),
     "test": False,
     "ckpt_path": None,
     "optimized_metric": None,
@@ -71,6 +73,7 @@ def register_configs(typed: bool = True) -> None:
     app = {
         "defaults": [{"override /hydra/job_logging": "stdout"}, "_self_"],
         **DEFAULTS,
+        **({"plan": PlanConfig} if typed else {}),
         **groups,
         "hydra": {
             "run": {"dir": "${trainer_run_dir:${trainer.run_dir}}"},
@@ -102,7 +105,7 @@ def check_config(cfg: DictConfig) -> dict[str, Any]:
         raise ValueError(f"mode={cfg.mode} is not known; it must be one of {', '.join(MODES)}")
     if not isinstance(cfg.get("test", False), bool):
         raise ValueError(f"test={cfg.test} is not allowed; it must be true or false")
-    if cfg.get("ckpt_path") is not None and cfg.get("mode", "fit") in ("fit", "verify"):
+    if cfg.get("ckpt_path") is not None and cfg.get("mode", "fit") in ("fit", "verify", "plan"):
         raise ValueError(
             f"ckpt_path={cfg.ckpt_path} with mode={cfg.get('mode', 'fit')}: it names the weights "
             "to validate, test or predict with; to go on from a checkpoint set trainer.resume, to "
@@ -123,6 +126,10 @@ def check_config(cfg: DictConfig) -> dict[str, Any]:
         check_resume(checked)
     except ValueError as mistake:
         raise ValueError(f"trainer: {mistake}") from None
+    try:
+        PlanConfig.from_options(_plain(cfg.get("plan"), "plan"))
+    except ValueError as mistake:
+        raise ValueError(f"plan: {mistake}") from None
     if cfg.get("ckpt_path") in ("best", "last") and checked.run_dir is None:
         raise ValueError(
             f"ckpt_path={cfg.ckpt_path} is looked for in run_dir, and this run has a new one; name "
@@ -195,7 +202,7 @@ def _variants(overrides: list[Override], multirun: bool) -> Iterator[list[str]]:
     for override in overrides:
         # An unknown option is to be added, so that it reaches our own check.
         option = not (override.is_add() or override.is_force_add() or override.is_delete())
-        prefix = "++" if option and override.key_or_group.startswith("trainer.") else ""
+        prefix = "++" if option and override.key_or_group.startswith(("trainer.", "plan.")) else ""
         if multirun and override.is_discrete_sweep():
             key = prefix + override.get_key_element()
             choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
@@ -288,7 +295,7 @@ def _slip(key: str, value: Any, cfg: DictConfig) -> str | None:
     return f"did you mean {near[0]}?" if near else None
 
 
-def _plain(node: DictConfig | None) -> dict[str, Any]:
+def _plain(node: DictConfig | None, name: str = "trainer") -> dict[str, Any]:
     """Return options as plain values; before the job runs, without what refers to Hydra's own."""
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import DictConfig, OmegaConf
@@ -296,7 +303,7 @@ def _plain(node: DictConfig | None) -> dict[str, Any]:
     if node is None:
         return {}
     if not isinstance(node, DictConfig):
-        raise ValueError(f"trainer={node} is not allowed; it must be a mapping of options")
+        raise ValueError(f"{name}={node} is not allowed; it must be a mapping of options")
     early = not HydraConfig.initialized()
     raw = OmegaConf.to_container(node, resolve=False)
     assert isinstance(raw, dict)

@@ -89,10 +89,12 @@ class TrainerConfig:
     strategy: Any = option(  # noqa: RUF009
         "ddp", "`ddp`, or a node with the `_target_` of a strategy of your own.", choices=("ddp",)
     )
-    bucket_cap_mb: float | None = option(
+    bucket_cap_mb: float | str | None = option(
         None,
-        "MiB per gradient bucket of DDP; null: torch's own (25, after a small first bucket).",
+        "MiB per gradient bucket of DDP; null: torch's own (25, after a small first bucket); "
+        "`auto`: the fastest of a few that are tried in the first 50 steps or so.",
         above=0,
+        choices=("auto",),
     )
     find_unused_parameters: bool = option(
         False, "Let parameters go without a gradient in some steps; costs a search per step."
@@ -108,8 +110,19 @@ class TrainerConfig:
     )
     comm_hook: str | None = option(
         None,
-        "Compress gradients for the all-reduce: `fp16` or `bf16`; null: send them as they are.",
-        choices=("fp16", "bf16"),
+        "Compress gradients for the all-reduce: `fp16` or `bf16` halve them; `powersgd` sends a "
+        "low-rank approximation, as it is or in half the bytes (`powersgd+fp16`, `powersgd+bf16`), "
+        "and makes up for its error in later steps. null: send them as they are.",
+        choices=("fp16", "bf16", "powersgd", "powersgd+fp16", "powersgd+bf16"),
+    )
+    powersgd_rank: int = option(
+        4, "Rank of PowerSGD's approximation: more sends more, and is closer.", at_least=1
+    )
+    powersgd_start_step: int = option(
+        1000,
+        "Optimizer steps with uncompressed gradients before PowerSGD begins: early ones suffer "
+        "most from an approximation.",
+        at_least=0,
     )
     global_batch_size: int | None = option(
         None,
@@ -201,6 +214,12 @@ class TrainerConfig:
     detect_anomaly: bool = option(
         False, "torch.autograd's anomaly detection: finds the forward of a NaN, and is slow."
     )
+    compile: bool | str = option(
+        False,
+        "Compile the task's `forward` (torch.compile), cut where gradients leave for the other "
+        "ranks; or a mode of torch.compile's.",
+        choices=("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+    )
     matmul_precision: str | None = option(
         None,
         "torch.set_float32_matmul_precision; null leaves torch's setting alone.",
@@ -245,6 +264,11 @@ class TrainerConfig:
         "How often ranks that fail are all started again, from the newest checkpoint of the run. "
         "Under torchrun, its `--max-restarts` counts.",
         at_least=0,
+    )
+    profile: str | None = option(
+        None,
+        "`startup`: after the first step, say where the time since the start of the program went.",
+        choices=("startup",),
     )
     num_threads: int | str = option(
         "auto",
@@ -293,6 +317,11 @@ class TrainerConfig:
         return bool(self.validate_every_n_steps or self.validate_every_n_epochs)
 
     @property
+    def uses_powersgd(self) -> bool:
+        """Whether ``comm_hook`` is PowerSGD, alone or with something around it."""
+        return self.comm_hook is not None and self.comm_hook.startswith("powersgd")
+
+    @property
     def timeouts_s(self) -> tuple[float, float]:
         """``timeout_s``, and ``start_timeout_s`` in seconds."""
         return self.timeout_s, self.start_timeout_s or 2 * self.timeout_s
@@ -326,11 +355,23 @@ class TrainerConfig:
                 "would depend on the world size, and so would the last bits; give a fixed size, "
                 "such as micro_batch_size = global_batch_size / the most ranks you will use"
             )
+        if self.reproducible and isinstance(self.compile, str):
+            raise ValueError(
+                f"reproducible=true together with compile={self.compile}: that chooses code by "
+                "measuring it, so ranks may have different code; set compile=true"
+            )
         for name in ("comm_hook", "sync_batchnorm"):
             if self.reproducible and (given := getattr(self, name)):
                 raise ValueError(
                     f"reproducible=true together with {name}={show(given)}: what it computes "
                     f"depends on the number of ranks; leave one of them out"
+                )
+        for name in ("powersgd_rank", "powersgd_start_step"):
+            given, default = getattr(self, name), option_fields(self)[name].default
+            if given != default and not self.uses_powersgd:
+                raise ValueError(
+                    f"{name}={given} with comm_hook={show(self.comm_hook)} has no effect; set "
+                    "comm_hook=powersgd (or powersgd+bf16), or leave it out"
                 )
         if self.accept_changes and self.resume is None:
             raise ValueError(

@@ -217,6 +217,7 @@ def run_once_per_machine(fn: Callable[[], object], timeout_s: float) -> None:
             finally:
                 store.set(str(rank()), pickle.dumps(failure))  # type: ignore[arg-type]
         deadline = time.monotonic() + timeout_s
+        pause_s = 0.001
         while not store.check(machines):
             if time.monotonic() > deadline:
                 late = ", ".join(name for name in machines if not store.check([name]))
@@ -224,7 +225,8 @@ def run_once_per_machine(fn: Callable[[], object], timeout_s: float) -> None:
                     f"rank {late} was not done after {timeout_s:g} s with work that runs once per "
                     "machine"
                 )
-            time.sleep(0.05)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
     for name in machines:
         failure_there: Failure | None = pickle.loads(store.get(name))
         if failure_there is not None:

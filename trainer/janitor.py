@@ -29,12 +29,12 @@ alive() {
 }
 for group in $groups; do kill -s KILL $group; done
 send TERM
-for wait in 0 0.05 0.1 0.2 0.5 1; do sleep $wait; alive || break; done
+for wait in 0.05 0.1 0.2 0.5 1 0; do alive || break; sleep $wait; done
 send KILL
 while read -r pid; do
     for file in /dev/shm/torch_"$pid"_*; do [ -e "$file" ] && rm -f "$file"; done
 done < "$1/pids"
-for wait in 0 0.5 2; do sleep $wait; rm -rf "$1" && exit; done
+for wait in 0.5 2 0; do rm -rf "$1" && exit; sleep $wait; done
 """
 
 _PATIENCE_S = 10.0  # with the shell, which needs a few seconds at most

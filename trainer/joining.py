@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from trainer import attempt, children, distributed, flight_recorder, slurm
+from trainer import attempt, children, distributed, flight_recorder, slurm, startup
 from trainer.attempt import Attempt
 from trainer.config import TrainerConfig
 from trainer.failures import follows_from_another
@@ -53,6 +53,7 @@ def run_as_rank(
         distributed.set_timeouts(config.timeouts_s)
     elif int(os.environ["WORLD_SIZE"]) > 1:
         _join_group(kind, config)
+        startup.note("join")
     unused = _unused(config)
     if distributed.rank() == 0:
         count = distributed.world_size()
@@ -149,9 +150,9 @@ def _explain(error: Exception, where: Callable[[], str]) -> None:
 
 def _join_group(kind: str, config: TrainerConfig) -> None:
     """Join the launcher's group, for the rest of this process's life."""
-    # DDP imports this; the first import while there is a group keeps the group for ever, and its
-    # threads can abort a process that ends while they still hold a tensor.
-    importlib.import_module("torch._dynamo")
+    # Torch's compiler imports this; the first import while there is a group keeps it for ever, and
+    # its threads can abort a process that ends while they still hold a tensor.
+    importlib.import_module("torch.distributed.nn")
     timeout = timedelta(seconds=config.timeouts_s[1])
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     # Ranks that torchrun restarts meet an old store, with the addresses of their dead predecessors.

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 
 from trainer import distributed, ranks, slurm, starting
+from trainer.compiling import prepare_to_compile
 from trainer.config import TrainerConfig
 from trainer.joining import run_as_rank
+from trainer.lazy_dynamo import defer_dynamo
 from trainer.messages import counted
 from trainer.rank import Group, Work
 from trainer.rank import in_child as in_child  # callers of `launch` ask it too
@@ -55,6 +57,8 @@ def launch(
     """
     if in_child():
         return job(*args)
+    defer_dynamo()
+    prepare_to_compile(config)
     kind = distributed.accelerator(config.accelerator)
     launcher, reason = find_launcher(config.launcher, os.environ)
     if launcher != "self":

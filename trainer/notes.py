@@ -30,6 +30,16 @@ def note_untrained(step: int) -> None:
         )
 
 
+def note_late_start(start_step: int, total_steps: int | None) -> None:
+    """Print, on rank 0, that a run ends before PowerSGD begins, if it does."""
+    if total_steps and total_steps <= start_step and distributed.rank() == 0:
+        print(
+            f"note: PowerSGD compresses nothing: the run ends after {total_steps} steps, and "
+            f"powersgd_start_step={start_step}; a tenth of the run is {max(total_steps // 10, 1)}",
+            flush=True,
+        )
+
+
 def notes_on_cut(
     task: nn.Module, plan: GlobalBatchPlan, config: TrainerConfig, world_size: int
 ) -> list[str]:

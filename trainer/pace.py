@@ -1,55 +1,89 @@
-"""Which rank the others wait for in ordinary steps, and for how long.
+"""Where the time of a step goes, over all ranks, and which rank the others wait for.
 
-Loading and forward are a rank's own; in the backward the ranks wait for the slowest. How long each
-step's own part took travels with what is logged, in the same collective.
+Loading, forward, the backward's own computation and the optimizer are a rank's own; then it waits
+for gradients: until they have come over the network, and until slower ranks have theirs. So what a
+slow rank costs the others is told apart from communication by the ranks' own parts. What a rank has
+measured travels with what is logged, in the same collective.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from trainer import distributed
+from trainer.step_times import StepClock, StepTimes
+from trainer.strategies.comm_clock import CommTimes
 
-_MOST_PARTS = 100  # of a log interval: of more steps than this, several go together
+_MOST_COLUMNS = 100  # for the steps of a log interval: of more than this, several go together
+_NAMES = [f"perf/{name}_ms" for name in StepTimes._fields]
+_NUM_MEANS = len(_NAMES) + len(CommTimes._fields)
 
 
 class Pace:
-    """The steps since the last log event, on all ranks.
+    """Measures steps on this rank, and sums up what all ranks have measured."""
 
-    Attributes:
-        table: Microseconds of loading and forward by rank and step; of this rank alone, until it
-            is summed over the ranks.
-    """
+    def __init__(self, device: torch.device) -> None:
+        """Get ready to measure on ``device``."""
+        self._clock = StepClock(device)
+        self._times: StepTimes | None = None
+        self._knows_comm = False
+        self._column_steps = np.zeros(0)  # how many steps go together in each column
 
-    def __init__(self, own_steps: Sequence[float]) -> None:
-        """Fill this rank's row of the table.
+    def table(self, comm: CommTimes | None) -> torch.Tensor | None:
+        """Return what this rank has measured since the last call, to be summed over the ranks.
 
         Args:
-            own_steps: The seconds of loading and forward in each step, of as many steps on every
-                rank.
-        """
-        self._num_steps = len(own_steps)
-        parts = min(self._num_steps, _MOST_PARTS)
-        self.table = torch.zeros(distributed.world_size(), parts, dtype=torch.int64)
-        if parts:
-            micros = np.rint(np.multiply(own_steps, 1e6)).astype(np.int64)
-            starts = np.arange(parts) * self._num_steps // parts
-            self.table[distributed.rank()] = torch.from_numpy(np.add.reduceat(micros, starts))
+            comm: What communication took on this rank; None if that is not known, on any rank.
 
-    def measured(self) -> dict[str, float]:
-        """Return ``perf/slowest_rank`` and ``perf/wait_ms``; nothing for one rank alone.
-
-        The slowest rank is the one that took longest for all steps together. The other value is
-        how long a rank waits for the slowest one of a step, the mean over ranks and steps.
+        Returns:
+            Nanoseconds as int64, a row per rank: loading and forward of each step, then the means.
+            None for one rank alone.
         """
-        world_size = len(self.table)
-        if world_size == 1 or not self._num_steps:
+        own, self._times = self._clock.take()
+        self._knows_comm = comm is not None
+        if distributed.world_size() == 1:
+            return None
+        columns = min(len(own), _MOST_COLUMNS)
+        table = torch.zeros(distributed.world_size(), columns + _NUM_MEANS, dtype=torch.int64)
+        if self._times is not None:
+            starts = np.arange(columns) * len(own) // columns
+            self._column_steps = np.diff(starts, append=len(own))
+            means = [*self._times, *(comm or CommTimes(0, 0))]
+            row = np.append(np.add.reduceat(own, starts), means)
+            table[distributed.rank()] = torch.from_numpy(np.rint(row * 1e9).astype(np.int64))
+        return table
+
+    def measured(self, table: torch.Tensor | None) -> dict[str, float]:
+        """Return the values to log, named ``perf/...``; those that are not known are left out.
+
+        Times are means over the ranks. What the ranks wait for the slowest of each step is no
+        communication, so it is taken out there.
+
+        Args:
+            table: What `table` returned, summed over the ranks.
+        """
+        if self._times is None:
             return {}
-        waits = self.table.max(dim=0).values - self.table
-        return {
-            "perf/slowest_rank": float(self.table.sum(dim=1).argmax()),
-            "perf/wait_ms": float(waits.sum()) / world_size / self._num_steps / 1000,
-        }
+        if table is None:
+            return {n: 1000 * s for n, s in zip(_NAMES, self._times, strict=True)}
+        millis = table.numpy() / 1e6
+        own, times, comm = np.split(millis, [-_NUM_MEANS, -len(CommTimes._fields)], axis=1)
+        exposed = comm[:, 0] - comm[:, 1]
+        *_, backward, optimizer = times.T
+        backward[:] = np.maximum(backward - exposed, 0.0)
+        arrivals, num_steps = own, self._column_steps.sum()
+        if self._knows_comm:  # else how long a rank itself computes backward is not known either
+            arrivals = own + np.outer(backward + optimizer, self._column_steps)
+        wait = float((arrivals.max(axis=0) - arrivals).mean(axis=0).sum() / num_steps)
+        totals = arrivals.sum(axis=1) / num_steps
+        slowest = int(totals.argmax())
+        values = dict(zip(_NAMES, times.mean(axis=0).tolist(), strict=True))
+        values["perf/wait_ms"] = wait
+        values["perf/slowest_rank"] = slowest
+        values["perf/slowest_by_ms"] = float(totals[slowest] - np.delete(totals, slowest).mean())
+        if self._knows_comm:
+            hidden = float(comm[:, 1].mean())
+            values["perf/comm_ms"] = hidden + max(0.0, float(exposed.mean()) - wait)
+            values["perf/comm_hidden_ms"] = hidden
+        return values

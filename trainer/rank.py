@@ -6,6 +6,7 @@ work, and reports what failed; ``ranks.py`` is the other side.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import pickle
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import thread as pools
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,9 +27,11 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from trainer import attempt, children, distributed, stopping, watching
+from trainer import attempt, children, distributed, startup, stopping, watching
 from trainer.attempt import Attempt
 from trainer.failures import Failure, RankError
+from trainer.lazy_dynamo import defer_dynamo
+from trainer.sending import receive
 from trainer.watch import Phase, watch
 
 _TEARDOWN_S = 10  # when all is done; NCCL's can hang
@@ -96,8 +100,15 @@ def result_path(group: Group) -> Path:
     return Path(group.folder, "result")
 
 
+def work_path(path: str | Path) -> str:
+    """Where the work of fresh interpreters lies, beside what else they need in ``path``."""
+    return f"{path}.pt"
+
+
 def forked_rank(number: int, group: Group, work: Work, listener: socket.socket) -> NoReturn:
     """Be rank ``number``, as a fork of the caller."""
+    # What is there already would be searched for garbage, and its pages copied for that.
+    gc.freeze()
     listener.close()
     _settle(group)
     _run_rank(number, group, lambda: work)
@@ -106,17 +117,12 @@ def forked_rank(number: int, group: Group, work: Work, listener: socket.socket) 
 
 def fresh_rank(path: str) -> NoReturn:
     """Be a rank as a fresh interpreter; what to do lies in ``path``."""
-    file = open(path, "rb")  # noqa: SIM115 - closed by `load`
-    group, sys.argv[:] = pickle.load(file)
+    defer_dynamo()
+    group, sys.argv[:], start = pickle.loads(Path(path).read_bytes())
+    startup.go_on(start)
     _settle(group)
-
-    def load() -> Work:
-        with file:
-            work: Work = pickle.load(file)
-        return work
-
     number = int(os.environ["LOCAL_RANK"])
-    _run_rank(number, group, load)
+    _run_rank(number, group, lambda: receive(work_path(path)))
     _leave(number, group.timeouts_s[0])
 
 
@@ -125,6 +131,7 @@ def _run_rank(number: int, group: Group, load: Callable[[], Work]) -> None:
     asked = TCPStore(HOST, group.port, is_master=False)
     watching.report_when_asked(number, Path(group.folder), asked)
     work = None
+    startup.note("launch")
     try:
         work = load()
         if group.num_threads is not None:
@@ -134,6 +141,7 @@ def _run_rank(number: int, group: Group, load: Callable[[], Work]) -> None:
             distributed.setup(group_store, number, group.world_size, group.kind, group.timeouts_s)
         else:
             distributed.set_timeouts(group.timeouts_s)
+        startup.note("join")
         result = work.job(*work.args)
         if number == 0:
             try:
@@ -162,6 +170,7 @@ def _leave(number: int, timeout_s: float) -> NoReturn:
     distributed.teardown()
     signal.alarm(0)
     deadline = time.monotonic() + timeout_s
+    _end_idle_pools()
     for thread in threading.enumerate():
         if thread.daemon or thread is threading.current_thread():
             continue
@@ -175,6 +184,14 @@ def _leave(number: int, timeout_s: float) -> NoReturn:
     _run_finalizers()  # multiprocessing's: what was put in a queue is sent
     flush()
     os._exit(0)
+
+
+def _end_idle_pools() -> None:
+    """Tell the threads of every ThreadPoolExecutor to end with their work, as Python does."""
+    with pools._global_shutdown_lock:
+        pools._shutdown = True
+    for queue in list(pools._threads_queues.values()):
+        queue.put(None)
 
 
 def _settle(group: Group) -> None:

@@ -18,7 +18,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -29,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from trainer import starting, stopping
+from trainer import children, starting, stopping
 from trainer.attempt import Attempt
 from trainer.failures import Failure, RankError, death_of, is_hopeless, shown, unanswered
 from trainer.janitor import Janitor
@@ -258,7 +257,7 @@ class _Supervisor(threading.Thread):
             if self.asked_to_stop and not is_asked:
                 is_asked = True
                 self.send(signal.SIGTERM)
-            codes = {number: _exit_code(pid) for number, pid in context.pids().items()}
+            codes = {number: children.exit_code(pid) for number, pid in context.pids().items()}
             ended = {number: code for number, code in codes.items() if code is not None}
             all_done = store.check(["all done"])
             if ended and not all_done:
@@ -266,19 +265,9 @@ class _Supervisor(threading.Thread):
             if len(ended) == len(codes):
                 return {}
             watcher.check(context.pids(), store)
-            time.sleep(_POLL_S)
+            running = [pid for number, pid in context.pids().items() if number not in ended]
+            children.wait_for_one(running, _POLL_S)
         return {}
-
-
-def _exit_code(pid: int) -> int | None:
-    """Return a child's exit code (negative: the signal), or None while it runs; reap nothing."""
-    try:
-        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return 0  # somebody else has waited for it, and knows its code
-    if found is None:
-        return None
-    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
 
 def _first_failure(deaths: dict[int, int], store: Store, group: Group) -> Exception:

@@ -8,6 +8,7 @@ from trainer.composition import MODES
 from trainer.config import CheckpointConfig, TrainerConfig
 from trainer.migration import RENAMED
 from trainer.options import allowed, option_fields, show
+from trainer.planning.options import PlanConfig
 
 INTRODUCTION = """\
 # Configuration
@@ -38,6 +39,7 @@ test: true
 switches one off (`callbacks.progress=null`), `+callbacks=none` all of them; \
 `+callbacks=early_stopping` adds one |
 | `mode` | `fit` | {modes} |
+| `plan` | | the options of `mode=plan`, below |
 | `test` | `false` | after fit, test the best weights |
 | `ckpt_path` | `null` | the weights to validate, test or predict with: `best`, `last` (of \
 `trainer.run_dir`), a path or a url |
@@ -59,6 +61,9 @@ def reference() -> str:
     lines += _table(TrainerConfig, "")
     lines += ["", "## Checkpoints: `trainer.checkpoint.*`", ""]
     lines += _table(CheckpointConfig, "checkpoint.")
+    lines += ["", "## Planning: `plan.*`", ""]
+    lines += ["Options of `mode=plan`, and by the same names of `Trainer.plan`.", ""]
+    lines += _table(PlanConfig, "")
     lines += ["", "## Names from other trainers", ""]
     lines += [
         "Lightning, Accelerate, the Hugging Face Trainer and torchrun call these otherwise.",

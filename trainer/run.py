@@ -32,6 +32,7 @@ class Run(OnTheClock):
         total_steps: Optimizer steps of the whole run; None if only the data's end tells.
         steps_per_epoch: Optimizer steps in one epoch; None if only the data's end tells.
         device: Where the task is.
+        faster_loading: What to try where training waits for its data.
         loggers: The loggers of the run.
         learning_rates: The current rate of each parameter group: ``{"train/lr": ...}`` for one
             group, ``train/lr/<group>`` for several.
@@ -50,6 +51,7 @@ class Run(OnTheClock):
     total_steps: int | None
     steps_per_epoch: int | None
     device: str
+    faster_loading: Sequence[str] = ()
     loggers: Sequence[Logger] = ()
     learning_rates: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)

@@ -16,6 +16,7 @@ from trainer.checkpoint.finding import find, run_place
 from trainer.checkpoint.past import Past
 from trainer.checkpoint.weights import load_weights
 from trainer.config import DEFAULT_GLOBAL_BATCH_SIZE, TrainerConfig
+from trainer.data.advice import faster_loading
 from trainer.data.batches import evaluation_batches, train_batches
 from trainer.data.loading import Batches, LoaderOptions, Source, length, open_source
 from trainer.data.module import DataModule, evaluation_sets, prepare
@@ -40,6 +41,7 @@ class Session:
         device: This rank's device.
         precision: Autocast.
         data_order: What the order of the training samples follows from, in plain values.
+        faster_loading: What to try where training waits for its data.
         can_stop: Whether a signal may cut an evaluation short; a fit makes up for it later.
     """
 
@@ -50,6 +52,7 @@ class Session:
         self.precision = Precision(config.precision, self.device)
         self._data = data
         self.data_order: dict[str, Any] = {}
+        self.faster_loading: tuple[str, ...] = ()
         self.can_stop = False
         self._found: dict[str, dict[str, Any]] = {}  # evaluation data by split, asked for once
         self._train_batch_size: int | None = None
@@ -103,6 +106,7 @@ class Session:
         strategy.check(plan, self.device, self._is_always_full(source, plan))
         by_indices = self._data.orders_epochs
         self.data_order = describe_data(config, source, size, by_indices) | batches.order_facts()
+        self.faster_loading = faster_loading(source, config.num_workers)
         return batches, plan
 
     def evaluation_sets(
@@ -180,6 +184,7 @@ class Session:
             total_steps=total,
             steps_per_epoch=steps_per_epoch,
             device=str(self.device),
+            faster_loading=self.faster_loading,
             loggers=loggers,
             _state=state,
         )

@@ -18,16 +18,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainer import startup
 from trainer.config import TrainerConfig
 from trainer.forking import wait_for_rest
-from trainer.rank import HANDLED_SIGNALS, HOST, Group, Work, forked_rank
+from trainer.rank import HANDLED_SIGNALS, HOST, Group, Work, forked_rank, work_path
+from trainer.sending import send
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext
 
 _PROBE_S = 5.0  # for a backward pass of one number in a forked child
-_HEAVY_MODULES = (  # what every rank of a training run imports; torch._dynamo alone takes a second
-    "torch._dynamo",
+_HEAVY_MODULES = (  # what every rank of a training run imports
+    "torch.distributed.nn",
     "torch.distributed.elastic.multiprocessing",
     "torch.nn.parallel.distributed",
     "torch.optim",
@@ -179,20 +181,10 @@ def _fresh_program(path: str) -> str:
 
 
 def _write_work(group: Group, work: Work) -> str:
-    """Write what fresh interpreters need, and return its path."""
-    import cloudpickle
-
+    """Write what fresh interpreters need, and return the path."""
     path = Path(group.folder, "work")
-    with path.open("wb") as file:
-        pickle.dump((group, sys.argv), file)
-        try:
-            cloudpickle.dump(work, file)
-        except Exception as error:
-            raise ValueError(
-                f"the task, the data or another argument cannot be sent to the ranks: {error}; "
-                "make it picklable (open files and locks where they are used, say), or start the "
-                "ranks before CUDA is used in this process, so that they can be forked"
-            ) from error
+    path.write_bytes(pickle.dumps((group, sys.argv, startup.noted())))
+    send(work, work_path(path))
     return str(path)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from trainer import distributed, metrics, stopping
+from trainer import distributed, metrics, startup, stopping
 from trainer.callbacks import Callback
 from trainer.checkpoint.past import read_past
 from trainer.checkpoint.saving import Saver, Stateful, named
@@ -29,7 +29,7 @@ from trainer.loggers import Logger
 from trainer.lr_scaling import LRScaling
 from trainer.notes import note_untrained
 from trainer.observers import Observers
-from trainer.optimization import configure_optimizer
+from trainer.optimization import configure_optimizer, may_draw
 from trainer.pace import Pace
 from trainer.precision import LossScaler
 from trainer.run import FitResult
@@ -80,6 +80,7 @@ class Training:
         self.test_sets = session.evaluation_sets("test", required=True) if test_best else {}
         self.train_metrics = session.train_metrics()
         self.logbook = Logbook()
+        self.pace = Pace(session.device)
         past = distributed.on_first_rank(lambda: read_past(config, self.run_dir))
         steps_per_epoch = self.batches.steps_per_epoch
         self.view = session.run_view(self.run_dir, steps_per_epoch, self.plan, state, loggers, past)
@@ -90,9 +91,7 @@ class Training:
             _state=state,
             _logbook=self.logbook,
         )
-        self.observers = Observers(
-            self.view, callbacks, loggers, session.config.checkpoint.on_error
-        )
+        self.observers = Observers(self.view, callbacks, loggers, config.checkpoint.on_error)
         scaling = LRScaling.of(config, self.plan.global_batch_size)
         self.optimizer, self.schedule = configure_optimizer(task, scaling)
         self.schedule.check_monitor(bool(self.val_sets) and config.validates)
@@ -106,6 +105,7 @@ class Training:
             needs_every_parameter=not self.strategy.may_miss_gradients,
         ).to(session.device)
         self.scaler = LossScaler(session.precision, self.strategy.averaged_over)
+        self.strategy.scaler = self.scaler
         parts: dict[str, Stateful] = {
             "scaler": self.scaler,
             "train_state": state,
@@ -129,8 +129,10 @@ class Training:
         self.logbook.restore(shared.get("logbook", {}))
         metrics.restore(self.train_metrics, shared.get("metrics", {}))
         self.batches.load_state_dict(shared.get("batches", {}))
+        self.strategy.load_state_dict(shared.get("strategy", {}))
         watch.step = self.state.step
         self.agreement = stopping.Agreement(self.state.step)
+        self.update_may_draw = may_draw(self.task, self.optimizer)
         self.started = time.monotonic() - self.state.time_s
         with ExitStack() as stack:
             stack.callback(self.strategy.teardown)
@@ -171,6 +173,7 @@ class Training:
         """
         task, state, config, device = self.task, self.state, self.config, self.session.device
         precision, scaler = self.session.precision, self.scaler
+        startup.note("open")
         self.observers.tell("on_fit_start")
         self.obey()
         if config.num_sanity_val_steps:
@@ -188,26 +191,26 @@ class Training:
             first_step = state.step
             micros = self.batches.epoch(state.epoch, state.step_in_epoch)
             for micro in watch.loading(micros, then=Phase.FORWARD):
-                is_accumulating = not micro.is_last
                 batch = to_device(micro.batch, device)
                 self.logbook.begin(state.step + 1, micro.position, micro.num_samples)
                 key = stream_key(config.seed, Stream.FORWARD, state.step, micro.number)
                 seed_generators(key, device)
-                with self.strategy.no_sync() if is_accumulating else nullcontext():
+                with nullcontext() if micro.is_last else self.strategy.no_sync():
                     with precision.autocast():
                         # This micro-batch's share of the global batch's loss (see step.py).
                         loss = self.module(batch, micro.num_samples, micro.global_size)
                     watch.enter(Phase.BACKWARD)
                     scaler.scale(loss).backward()
                 self.strategy.after_backward(micro)  # reproducible: add up in a fixed order
-                if is_accumulating:
+                if not micro.is_last:
                     continue
 
                 watch.enter(Phase.OPTIMIZER)
                 self.gradients.check()
                 has_weight = self.gradients.correct(scaler, self.optimizer)
                 if has_weight:  # else there is nothing to step on
-                    self.seed_hook(Stream.UPDATE)
+                    if self.update_may_draw:
+                        self.seed_hook(Stream.UPDATE)
                     task.before_optimizer_step()
                     self.gradients.clip(config.gradient_clip_norm, self.optimizer)
                     with self.schedule.scaled():  # the learning rate follows the global batch
@@ -224,7 +227,7 @@ class Training:
                 if state.step_in_epoch == self.batches.steps_per_epoch:
                     self.end_epoch()
                 self.after_step()
-                distributed.shorten_timeouts()  # the first step may have taken long
+                startup.end(config)  # the first step may have taken long
                 if self.stop_reason is not None:
                     break
             else:
@@ -249,12 +252,14 @@ class Training:
     def wrap(self) -> None:
         """Wrap the step module, anew if other parameters are trained than before, on any rank."""
         trained = trained_names(self.task)
-        changed = torch.tensor(int(trained != self.trained))
+        changed = torch.tensor(int(trained != self.trained or self.strategy.wants_setup))
         if int(distributed.all_reduce_sum(changed)):
             self.strategy.teardown()
+            self.module: torch.nn.Module = self.step_module  # lets go of the old wrapper
             self.module = self.strategy.setup(self.step_module, self.session.device)
             self.gradients = Gradients(self.step_module, self.strategy.may_miss_gradients)
             self.trained = trained
+            startup.note("wrap")
 
     def end_epoch(self) -> None:
         """Go on to the next epoch."""
@@ -265,6 +270,8 @@ class Training:
     def after_step(self) -> None:
         """Log, validate and save where this step calls for it, and obey what is asked for."""
         state = self.state
+        if self.strategy.wants_setup:
+            self.wrap()
         self.stop_reason = limit_reached(self.config, state)
         log, validate, save = due(self.config, state)
         if log:
@@ -285,10 +292,10 @@ class Training:
         watch.enter(Phase.LOGGING)
         is_first = self.state.logged_step == 0
         self.state.logged_step = self.state.step
-        pace = Pace(watch.take_own_steps())
-        logged = self.logbook.reduce(beside=pace.table)
+        pace = self.pace.table(self.strategy.take_comm_times())
+        logged = self.logbook.reduce(beside=pace)
         means = metrics.merged(logged, metrics.compute(self.train_metrics))
-        values = {f"train/{name}": value for name, value in means.items()} | pace.measured()
+        values = {f"train/{name}": v for name, v in means.items()} | self.pace.measured(pace)
         self.view.learning_rates = self.schedule.named_rates()
         if is_first and "loss" not in means:
             note_untrained(self.state.step)
@@ -319,6 +326,7 @@ class Training:
             "logbook": self.logbook.state(),
             "metrics": metrics.state(self.train_metrics) if self.state.step_in_epoch else {},
             "batches": self.batches.state_dict(),
+            "strategy": self.strategy.state_dict(),
         }
         self.saver.save(shared)
 

@@ -7,9 +7,6 @@ two ranks an all-reduce is one addition, the same in either order.
 
 # Annotations are not postponed here: DDP compares those of a hook with the classes themselves.
 
-from collections.abc import Callable
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any
 
 import torch
@@ -18,7 +15,7 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from trainer import distributed
+from trainer.comm_hooks import Beside
 from trainer.tree_sum import TreeSum
 
 # Torch 2.13 renamed it.
@@ -36,21 +33,8 @@ class TreeReduction:
             device: Where the gradients are.
         """
         self._sums = sums
-        self._device = device
         self._world_size = dist.get_world_size()
-        self._group: dist.ProcessGroup | None = None
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            return
-        # With gloo, only a thread can wait for an all-to-all beside the backward. There is one, so
-        # that the all-gathers come in the order of the buckets; they have a group of their own, for
-        # they run beside later all-to-alls. It ends with the process, even if it waits for a rank
-        # that is gone.
-        self._group = distributed.new_group("gloo")
-        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = Thread(target=self._work, name="tree reduction", daemon=True)
-        self._thread.start()
+        self._beside = Beside(device)
 
     def reduce(self, _: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         """Add a bucket up over the ranks; a communication hook for DDP."""
@@ -60,25 +44,14 @@ class TreeReduction:
         if self._world_size == 2 and buffer.dtype in (torch.float32, torch.float64):
             sent: Future[Any] = dist.all_reduce(buffer, async_op=True).get_future()
             return sent.then(lambda sent: sent.value()[0].add_(0.0))
-        if self._stream is None:
-            done: Future[torch.Tensor] = Future()
-            work, received = self._send_parts(buffer)
-            self._queue.put(lambda: self._finish(buffer, work, received, done))
-            return done
-        done = Future(devices=[self._device])
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):  # here it is the stream that waits, not this thread
-            self._add_parts(buffer, *self._send_parts(buffer))
-            done.set_result(buffer)
-        return done
+        return self._beside.run(
+            lambda: self._send_parts(buffer),
+            lambda sent, group: self._add_parts(buffer, *sent, group),
+        )
 
     def close(self) -> None:
-        """End the thread, and leave its group."""
-        if self._group is not None:
-            self._queue.put(None)
-            self._thread.join(timeout=1)
-            if not self._thread.is_alive():  # else it waits for a rank that is gone
-                dist.destroy_process_group(self._group)
+        """End what sends the sums."""
+        self._beside.close()
 
     def _send_parts(self, buffer: torch.Tensor) -> tuple[dist.Work, torch.Tensor]:
         missing = -buffer.numel() % self._world_size
@@ -86,32 +59,21 @@ class TreeReduction:
         received = torch.empty_like(whole)
         return dist.all_to_all_single(received, whole, async_op=True), received
 
-    def _add_parts(self, buffer: torch.Tensor, sent: dist.Work, received: torch.Tensor) -> None:
+    def _add_parts(
+        self,
+        buffer: torch.Tensor,
+        sent: dist.Work,
+        received: torch.Tensor,
+        group: dist.ProcessGroup | None,
+    ) -> torch.Tensor:
         sent.wait()
         parts = received.view(self._world_size, -1)
         while len(parts) > 1:
             parts = parts[0::2] + parts[1::2]
         total = parts[0].add_(0.0)
         if received.numel() == buffer.numel():
-            _all_gather(buffer, total, group=self._group)
+            _all_gather(buffer, total, group=group)
         else:
-            _all_gather(received, total, group=self._group)
+            _all_gather(received, total, group=group)
             buffer.copy_(received[: buffer.numel()])
-
-    def _finish(
-        self,
-        buffer: torch.Tensor,
-        sent: dist.Work,
-        received: torch.Tensor,
-        done: Future[torch.Tensor],
-    ) -> None:
-        try:
-            self._add_parts(buffer, sent, received)
-        except Exception as error:  # the backward that waits raises it
-            done.set_exception(error)  # type: ignore[arg-type]
-        else:
-            done.set_result(buffer)
-
-    def _work(self) -> None:
-        while (job := self._queue.get()) is not None:
-            job()
+        return buffer

@@ -11,7 +11,7 @@ import math
 import mmap
 import time
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 _SLOT = 8  # floats for one rank: a cache line of its own
 _PHASE, _SINCE, _STEP, _LIMIT, _ASKED = range(5)
+_MOST_ENDS = 10_000  # of backwards, that are kept
 
 
 class Phase(IntEnum):
@@ -63,6 +64,9 @@ _WORDS = {
 }
 
 
+STEP_PHASES = slice(Phase.LOADING, Phase.OPTIMIZER + 1)
+
+
 class Note(NamedTuple):
     """What a rank was doing.
 
@@ -87,6 +91,7 @@ class Watch:
         since: When it began, by `time.monotonic`.
         seconds: Spent in each phase so far, the current one not included.
         num_buckets: How many buckets of gradients a backward reduces; 0 where that is not known.
+        on_enter: Called with every phase that begins.
     """
 
     def __init__(self) -> None:
@@ -94,8 +99,8 @@ class Watch:
         self.since = time.monotonic()
         self.seconds = [0.0] * len(Phase)
         self.num_buckets = 0
-        self._own_steps: list[float] = []
-        self._own_before = 0.0
+        self.on_enter: Callable[[Phase], None] | None = None
+        self._ends: list[tuple[float, ...]] = []
         self._step = 0
         self._limit_s = math.inf
         self._slot = memoryview(bytearray(8 * _SLOT)).cast("d")
@@ -109,6 +114,8 @@ class Watch:
         slot = self._slot
         slot[_PHASE] = phase
         slot[_SINCE] = now
+        if self.on_enter is not None:
+            self.on_enter(phase)
 
     def loading(self, batches: Iterable[T], then: Phase) -> Iterator[T]:
         """Yield ``batches``; getting the next one is loading, what is done with it is ``then``."""
@@ -138,19 +145,22 @@ class Watch:
 
     @step.setter
     def step(self, step: int) -> None:
-        own = self.seconds[Phase.LOADING] + self.seconds[Phase.FORWARD]
-        if step == self._step + 1:
-            self._own_steps.append(own - self._own_before)
-        else:
-            self._own_steps.clear()
-        self._own_before = own
+        if step != self._step + 1:
+            self._ends.clear()
+        elif len(self._ends) == _MOST_ENDS:
+            del self._ends[:-1]
+        self._ends.append((self.since, *self.seconds[STEP_PHASES]))
         self._step = step
         self._slot[_STEP] = step
 
-    def take_own_steps(self) -> list[float]:
-        """Return, of each step since the last call, the seconds of loading and forward."""
-        taken, self._own_steps = self._own_steps, []
-        return taken
+    def take_ends(self) -> list[tuple[float, ...]]:
+        """Return the ends of the backwards since the last call, after the last one before these.
+
+        Each is the time, then the `seconds` spent until then in each of the phases of a step.
+        """
+        ends = self._ends
+        self._ends = ends[-1:]
+        return ends
 
     @property
     def limit_s(self) -> float:

@@ -191,6 +191,19 @@ def test_what_it_says_at_the_end(make_run: Callable[..., Run], capsys: Output) -
     assert capsys.readouterr().out.splitlines()[-1] == "last, best  c/step-00000080"
 
 
+def test_it_says_what_limits_the_run(make_run: Callable[..., Run], capsys: Output) -> None:
+    run, bar = make_run(), ProgressBar()
+    bar.on_fit_start(run)
+    parts = {"data": 1.0, "forward": 3.0, "backward": 5.0, "optimizer": 1.0}
+    for step in (50, 100):
+        advance(run, step)
+        metrics = {f"perf/{name}_ms": ms for name, ms in {"step": 10.0, **parts}.items()}
+        bar.on_log(run, {"train/loss": 0.5, **metrics})
+    bar.on_fit_end(run)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("limited by  compute: 90 % of the step")
+
+
 def test_a_validation_belongs_to_the_epoch_that_it_ends(
     make_run: Callable[..., Run], capsys: Output
 ) -> None:

@@ -69,3 +69,16 @@ def test_a_copy_from_a_gpu_is_in_pinned_memory_and_complete() -> None:
         assert copy.state["m"].is_pinned()
         assert_equal_bits([copy.weights["w"], copy.state["m"]], [source.cpu(), source.cpu() * 2])
         source += number
+
+
+def test_what_does_not_change_meanwhile_is_not_copied() -> None:
+    whole, image = torch.arange(6.0), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    other = image.clone()
+    staging = Staging(training_waits=True)
+    weights = {"w": whole, "part": whole[:2], "image": image}
+    copy = staging.copy(snapshot(1, weights=weights, state={"m": other, "part": whole[2:]}))
+    assert copy.weights["w"].data_ptr() == whole.data_ptr()
+    assert copy.state["m"].data_ptr() == other.data_ptr()
+    assert copy.weights["image"].is_contiguous()
+    assert copy.state["part"].untyped_storage().nbytes() == copy.state["part"].nbytes
+    assert_equal_bits(list(copy.weights.values()), list(weights.values()))

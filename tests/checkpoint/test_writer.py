@@ -113,13 +113,18 @@ def test_one_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 MODULES_OF_THE_THREAD = """
 import sys
+import threading
 from pathlib import Path
 from checkpoints import open_writer, snapshot
+found = []
+def note(event, args):
+    if event == "import" and threading.current_thread() is not threading.main_thread():
+        found.append(args[0])
 writer = open_writer(Path(sys.argv[1]))
-before = set(sys.modules)
+sys.addaudithook(note)
 writer.save(snapshot(1))
 writer.close()
-print(sorted(set(sys.modules) - before))
+print(found)
 """
 
 

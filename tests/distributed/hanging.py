@@ -22,10 +22,10 @@ HANGS_AT = 3  # optimizer steps done
 def hang(how):
     print(f"HANGS {how} AT {time.monotonic()}", flush=True)
     if how == "gil":
-        ctypes.PyDLL(None).usleep(60_000_000)  # a C call that keeps the GIL
+        ctypes.PyDLL(None).usleep(300_000_000)  # a C call that keeps the GIL
     elif how == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(60)
+    time.sleep(300)
 
 
 class Points(Dataset):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,7 @@ def train():
 
 
 def fail_on_rank_1(how):
+    distributed.shorten_timeouts()
     if dist.get_rank() == 1:
         print(f"FAILS AT {time.monotonic()}", flush=True)
         if how in ("own", "deaf"):
@@ -152,7 +154,7 @@ def fail_on_rank_1(how):
             os.kill(os.getpid(), signal.SIGSTOP)
     elif how == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        time.sleep(60)
+        time.sleep(300)
     for _ in range(1000):  # waits for rank 1, which never comes
         distributed.all_reduce_sum(torch.ones(1))
 
@@ -177,7 +179,7 @@ def caught(*ways):
     for how in ways:
         kind, message = EXPECTED[how]
         with pytest.raises(kind, match=message) as error:
-            run(fail_on_rank_1, how, timeout_s=2 if how == "stop" else 300)
+            run(fail_on_rank_1, how, start_timeout_s=300, timeout_s=2 if how == "stop" else 300)
         print(f"CAUGHT AT {time.monotonic()}", flush=True)
         if kind is OwnError:
             assert "rank 1, step 12:\nTraceback" in str(error.value.__cause__)
@@ -293,9 +295,14 @@ def leave_something(queue):
     return "all is done"
 
 
+POOL = ThreadPoolExecutor(1)
+
+
 def leave_a_thread():
     if distributed.rank() == 1:
         threading.Thread(target=time.sleep, args=[60], name="server").start()
+    else:
+        POOL.submit(int)  # its thread then waits for more
     return "all is done"
 
 
@@ -303,13 +310,14 @@ def ends():
     """What ranks do once all of them are done: one waits for its thread, the other is killed."""
     queue = multiprocessing.Queue()
     assert run(leave_something, queue) == "all is done"
-    assert queue.get(timeout=5) == "a word"
+    assert queue.get(timeout=60) == "a word"
     assert run(leave_a_thread, timeout_s=1, start_timeout_s=60) == "all is done"
     print("ENDED")
 
 
 def once(folder):
-    """Work once per machine in a group whose collectives may wait for less than it needs."""
+    """Work once per machine that needs longer than anything else may take."""
+    distributed.shorten_timeouts()
 
     def prepare(name, seconds=0, error=None):
         time.sleep(seconds)
@@ -342,7 +350,7 @@ def once_per_machine():
     folder = Path("once")
     folder.mkdir()
     with pytest.raises(OwnError, match=r"^no data$") as failed:
-        run(once, folder, timeout_s=2)
+        run(once, folder, timeout_s=2, start_timeout_s=60)
     assert "rank 0, step 12" in str(failed.value.__cause__)
     assert (folder / "bad-0").exists()
     assert not (folder / "bad-1").exists()

@@ -1,11 +1,15 @@
 """A program that a test starts, and what it leaves behind."""
 
 import os
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
 import uuid
 from pathlib import Path
+
+from support import is_running
 
 ROOT = Path(__file__).parents[2]
 
@@ -15,8 +19,8 @@ class Program:
 
     def __init__(self, command, folder, **env):
         self.mark = f"TRAINER_TEST_MARK={uuid.uuid4()}"
-        self.tmp = folder / "tmp"
-        self.tmp.mkdir(exist_ok=True)
+        # Not in the folder: the path of a socket in it may have 107 characters.
+        self.tmp = Path(tempfile.mkdtemp(prefix="test-"))
         self.shm = set(os.listdir("/dev/shm"))
         name, _, value = self.mark.partition("=")
         # A notebook's kernel behaves differently under pytest.
@@ -56,13 +60,19 @@ class Program:
         while left := self.left(files):
             assert time.monotonic() < deadline, f"left after {within} s: {left}"
             time.sleep(0.05)
+        shutil.rmtree(self.tmp)
         return self.process.returncode, stdout, stderr
 
     def left(self, files):
         """Return the processes, the shared memory and the files above ``files`` that are left."""
         # Importing torch's compiler makes a folder for its cache, whoever imports it.
         names = [p.name for p in self.tmp.iterdir() if not p.name.startswith("torchinductor_")]
-        shared = set(os.listdir("/dev/shm")) - self.shm
+        # Of torch's files, torch_PID_..., those of processes that run are other programs'.
+        shared = [
+            name
+            for name in set(os.listdir("/dev/shm")) - self.shm
+            if not (name.startswith("torch_") and is_running(int(name.split("_")[1])))
+        ]
         return [*self.processes(), *shared, *names[files:]]
 
     def processes(self):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Regression, assert_equal_bits, assert_same, fit, samples, weights
+from support import Regression, assert_equal_bits, assert_same, fit, measured, samples, weights
 from torchmetrics.regression import MeanAbsoluteError
 
 pytestmark = [
@@ -36,7 +36,7 @@ class Measured(Regression):
 def fitted(run_dir: Path, **options: Any) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     task = Measured()
     result = fit(task, run_dir, train=samples(20), val=samples(7), **{**OPTIONS, **options})
-    return {name: value.cpu() for name, value in weights(task).items()}, result.metrics
+    return {name: value.cpu() for name, value in weights(task).items()}, measured(result.metrics)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,10 @@ from typing import Any
 import pytest
 from test_processes import Program
 
+pytestmark = pytest.mark.timeout(600)  # many programs are run in one fixture
+
 SCRIPT = Path(__file__).with_name("preempted.py")
+SOON_S = 30  # on a busy machine
 
 Signals = signal.Signals
 
@@ -89,7 +92,7 @@ def stop(name: str, folder: Path, slurm: dict[str, str]) -> Stopped:
     for number in numbers:
         send(pid, running, number)
         time.sleep(0.05)
-    code, stdout, stderr = running.end(within=20)
+    code, stdout, stderr = running.end(within=2 * SOON_S)
     seconds = time.monotonic() - sent
     (told,) = re.findall(r"stopped by \w+ at step (\d+); checkpoint: (\S+)", stderr)
     assert told[1].endswith(f"run/checkpoints/step-{int(told[0]):08d}")
@@ -102,7 +105,7 @@ def ends(stopped: Any, tmp_path_factory: Any) -> dict[str, str]:
     """The weights at the end of every resumed run, and of one that was never stopped."""
     folders = [folder / "run" for folder, *_ in stopped.values()]
     folder = tmp_path_factory.mktemp("resumed")
-    code, stdout, stderr = program(folder, "resume", "whole", *folders).end(within=60)
+    code, stdout, stderr = program(folder, "resume", "whole", *folders).end(within=150)
     assert code == 0, stderr
     found = re.findall(r"DONE 40 (\S+)", stdout)
     return dict(zip(["whole", *stopped], found, strict=True)) | {"folder": str(folder / "whole")}
@@ -116,7 +119,7 @@ def test_a_signal_saves_and_stops(name: str, stopped: Any, ends: Any) -> None:
     assert "DONE" not in stdout
     assert f"stopped by {number.name} at step" in stderr
     assert stderr.count("Traceback") == (number == Signals.SIGINT)  # of the caller
-    assert seconds < 10
+    assert seconds < SOON_S
     asked = folder / "requeued"
     assert asked.exists() == (number == Signals.SIGUSR1)
     if asked.exists():
@@ -136,7 +139,7 @@ def test_the_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     for _ in range(2):
         time.sleep(0.1)
         os.killpg(running.process.pid, signal.SIGINT)
-    code, _, stderr = running.end(within=5)
+    code, _, stderr = running.end(within=SOON_S)
     assert code == -signal.SIGINT
     assert "Ctrl-C again stops at once" in stderr
     assert "stopped by" not in stderr

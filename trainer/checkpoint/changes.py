@@ -33,6 +33,7 @@ ACCEPTED = {
 
 # Options that an optimizer's step depends on, beside the optimizer's own values.
 _STEP_OPTIONS = ("gradient_clip_norm", "precision", "comm_hook")
+_POWERSGD_OPTIONS = ("powersgd_rank", "powersgd_start_step")
 # How an optimizer computes; not part of the experiment.
 IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 # Entries of a parameter group that are no hyperparameters of the optimizer.
@@ -60,7 +61,7 @@ def describe(
         "model": _describe_model(task),
         "optimizer": _describe_optimizer(setup, config),
         "groups": _describe_groups(setup),
-        "step": {name: getattr(config, name) for name in _STEP_OPTIONS},
+        "step": _describe_step(config),
         "parameters": _describe_parameters(task, setup.optimizer),
         "schedule": _describe_schedule(setup),
         "data": dict(data),
@@ -294,6 +295,11 @@ def _describe_optimizer(setup: OptimizerSetup, config: TrainerConfig) -> dict[st
         names = ("lr_scaling", "lr_reference_batch_size", "lr_warmup_steps")
         found |= {name: getattr(config, name) for name in names}
     return found
+
+
+def _describe_step(config: TrainerConfig) -> dict[str, Any]:
+    names = _STEP_OPTIONS + (_POWERSGD_OPTIONS if config.uses_powersgd else ())
+    return {name: getattr(config, name) for name in names}
 
 
 def _describe_groups(setup: OptimizerSetup) -> dict[str, dict[str, Any]]:

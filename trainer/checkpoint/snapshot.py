@@ -43,18 +43,23 @@ class Staging:
 
     New memory would cost several times the copy itself: the system clears it page by page, and for
     a GPU it has to be pinned. So a snapshot is good until the next one is copied.
+
+    Args:
+        training_waits: Whether the state does not change until the snapshot is done with. Then what
+            is on the CPU already is taken as it is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, training_waits: bool = False) -> None:
+        self._training_waits = training_waits
         self._buffers: dict[Any, list[torch.Tensor]] = {}
 
     def copy(self, snapshot: Snapshot) -> Snapshot:
-        """Return a snapshot that shares no memory with the state of the run.
+        """Return a snapshot on the CPU, which does not change when the run goes on.
 
         Raises:
             ValueError: If the state holds something that is neither a tensor nor a plain value.
         """
-        copying = _Copying(self._buffers)
+        copying = _Copying(self._buffers, self._training_waits)
         weights = {
             name: copying.copy(value, name, torch.contiguous_format)
             for name, value in snapshot.weights.items()
@@ -69,10 +74,11 @@ class Staging:
 class _Copying:
     """One copy of nested state."""
 
-    def __init__(self, buffers: dict[Any, list[torch.Tensor]]) -> None:
+    def __init__(self, buffers: dict[Any, list[torch.Tensor]], training_waits: bool) -> None:
         self.used: dict[Any, list[torch.Tensor]] = defaultdict(list)
         self.devices: set[torch.device] = set()
         self._buffers = buffers
+        self._training_waits = training_waits
         self._copies: dict[Any, torch.Tensor] = {}
 
     def copy(self, value: Any, where: str, layout: torch.memory_format) -> Any:
@@ -100,6 +106,8 @@ class _Copying:
 
     def _copy_tensor(self, tensor: torch.Tensor, layout: torch.memory_format) -> torch.Tensor:
         on_gpu = tensor.is_cuda
+        if self._training_waits and not on_gpu and _is_whole(tensor, layout):
+            return tensor
         key = (tensor.dtype, tensor.shape, tensor.stride(), layout, on_gpu)
         fitting = self._buffers.get(key)
         buffer = (
@@ -111,3 +119,9 @@ class _Copying:
             self.devices.add(tensor.device)
         self.used[key].append(buffer)
         return buffer.copy_(tensor, non_blocking=on_gpu)
+
+
+def _is_whole(tensor: torch.Tensor, layout: torch.memory_format) -> bool:
+    """Whether the tensor is all that its memory holds, and lies in it as it should."""
+    fits = layout is torch.preserve_format or tensor.is_contiguous()
+    return fits and tensor.nbytes == tensor.untyped_storage().nbytes()

@@ -77,15 +77,13 @@ class CheckpointWriter:
     def __init__(
         self, store: CheckpointStore, config: CheckpointConfig, step: int | None = None
     ) -> None:
-        for name in _USED_IN_THREAD:
-            importlib.import_module(name)
         self.failed = False
         self._store = store
         self._config = config
         self._pool = (
             ThreadPoolExecutor(1, "checkpoint", _step_back) if config.asynchronous else None
         )
-        self._staging = Staging()
+        self._staging = Staging(training_waits=not config.asynchronous)
         self._pending: Future[_Outcome] | None = None
         self._in_flight: int | None = None
         self._completed: list[Path] = []
@@ -136,6 +134,8 @@ class CheckpointWriter:
             OSError: If this checkpoint (or, when asynchronous, the one before) was not written, and
                 ``on_error`` says stop.
         """
+        for name in _USED_IN_THREAD:
+            importlib.import_module(name)
         self._collect(wait=True)
         copy = self._staging.copy(snapshot)
         self._in_flight = snapshot.step

@@ -73,7 +73,7 @@ class Fetch(Dataset[MicroBatch]):
                 return _rows(self._dataset, chosen)
         indices = plain(chosen)
         key = stream_key(self._seed, Stream.MICRO_BATCH, self._epoch, position)
-        if _fetches_together(self._dataset):
+        if fetches_together(self._dataset):
             self._generators.seed(key)
             samples = self._get_items(indices)
             if not isinstance(samples, list):
@@ -136,7 +136,8 @@ class Fetch(Dataset[MicroBatch]):
             ) from error
 
 
-def _fetches_together(dataset: Any) -> bool:
+def fetches_together(dataset: Any) -> bool:
+    """Whether ``dataset`` has a ``__getitems__``."""
     while type(dataset) is Subset:  # has a __getitems__ also where its dataset has none
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,7 +11,9 @@ from torch import nn
 from trainer import distributed
 from trainer.data.loading import MicroBatch
 from trainer.data.plan import GlobalBatchPlan
+from trainer.precision import LossScaler
 from trainer.step import StepModule
+from trainer.strategies.comm_clock import CommTimes
 
 
 class Strategy:
@@ -32,9 +35,16 @@ class Strategy:
     Attributes:
         may_miss_gradients: Whether parameters may go without a gradient in a step. If not, one that
             has none is an error, and a rank without samples gives zeros to all of them.
+        scaler: What scales the loss, for a strategy that keeps something of one step's gradients
+            for the next; it is there before ``setup``.
+        wants_setup: Whether the loop is to tear down and set up once more after this step, because
+            the strategy goes on in another way; the same on every rank. Weights and buffers then
+            stay as they are.
     """
 
     may_miss_gradients: bool = False
+    wants_setup: bool = False
+    scaler: LossScaler | None = None
 
     @property
     def averaged_over(self) -> int:
@@ -66,6 +76,33 @@ class Strategy:
     def after_backward(self, micro: MicroBatch) -> None:
         """Do what is left to do after each ``backward``; by default gradients just accumulate."""
 
+    def take_comm_times(self) -> CommTimes | None:
+        """Return what communication takes in the steps since the last call.
+
+        The loop asks at every log event, when the host has waited for the device. None, as by
+        default, says that it is not known; that must be so on every rank or on none.
+        """
+        return None
+
     def teardown(self) -> None:
         """Let go of the wrapped module and its hooks on parameters."""
         raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs, at any world size: tensors and plain values.
+
+        Every rank calls it, before each save, so it may run collectives; rank 0's is kept.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what ``state_dict`` returned, on every rank and before ``setup``.
+
+        Empty in a new run. By default there is nothing to take back.
+        """
+        if state and distributed.rank() == 0:
+            print(
+                "resume: what the checkpoint has kept of gradients that were sent in another way "
+                "is dropped",
+                flush=True,
+            )

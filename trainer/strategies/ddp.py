@@ -10,14 +10,15 @@ import torch
 from torch import nn
 
 from trainer import distributed
-from trainer.comm_hooks import Hook, compress_hook
+from trainer.comm_hooks import Hook, PowerSGD, average_hook
 from trainer.data.loading import MicroBatch
 from trainer.data.plan import GlobalBatchPlan
+from trainer.messages import listed
+from trainer.precision import DTYPES
 from trainer.step import StepModule
 from trainer.strategies.base import Strategy
-from trainer.watch import watch
-
-_STEPS_UNTIL_BUCKETS = 3  # DDP rebuilds its buckets after the first, and tells so after this one
+from trainer.strategies.bucket_size import BucketSizeSearch
+from trainer.strategies.comm_clock import CommClock, CommTimes
 
 
 class DDPStrategy(Strategy):
@@ -25,22 +26,27 @@ class DDPStrategy(Strategy):
 
     def __init__(
         self,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: float | str | None = None,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
         sync_batchnorm: bool = False,
         comm_hook: str | None = None,
+        powersgd_rank: int = 4,
+        powersgd_start_step: int = 1000,
     ) -> None:
         """Store the options, which mean what they mean for torch.
 
         Args:
-            bucket_cap_mb: MiB per gradient bucket; None for torch's default.
+            bucket_cap_mb: MiB per gradient bucket; None for torch's default; ``auto`` tries a few.
             find_unused_parameters: Search each graph for parameters that get no gradient.
             static_graph: Promise that every step uses the same parameters.
             gradient_as_bucket_view: Let ``p.grad`` be a view into its bucket.
             sync_batchnorm: Replace the task's BatchNorm layers by SyncBatchNorm, for good.
-            comm_hook: ``fp16`` or ``bf16``: what gradients are sent as.
+            comm_hook: How gradients are sent: ``fp16``, ``bf16``, ``powersgd``, or the last and one
+                of the others with a plus between them.
+            powersgd_rank: Columns of the two matrices that PowerSGD sends.
+            powersgd_start_step: The first step whose gradients PowerSGD compresses, from 0.
         """
         self._bucket_cap_mb = bucket_cap_mb
         self._options = {
@@ -50,8 +56,14 @@ class DDPStrategy(Strategy):
         }
         self._sync_batchnorm = sync_batchnorm
         self._comm_hook = comm_hook
+        kinds = (comm_hook or "").split("+")
+        self._sent_as = next((DTYPES[kind] for kind in kinds if kind in DTYPES), None)
+        self._powersgd: PowerSGD | None = None
+        if "powersgd" in kinds:
+            self._powersgd = PowerSGD(powersgd_rank, powersgd_start_step, self._sent_as)
+        self._bucket_search: BucketSizeSearch | None = None
         self._wrapped: nn.parallel.DistributedDataParallel | None = None
-        self._steps_until_buckets = 0
+        self._comm_clock: CommClock | None = None
         self.may_miss_gradients = find_unused_parameters
 
     def check(self, plan: GlobalBatchPlan, device: torch.device, always_full: bool) -> None:
@@ -84,19 +96,31 @@ class DDPStrategy(Strategy):
     def setup(self, step: StepModule, device: torch.device) -> nn.Module:
         """Wrap ``step`` and make every rank's parameters and buffers those of rank 0.
 
+        If nothing but the buckets is to change (``wants_setup``), all else stays as it is.
+
         Raises:
             ValueError: If the ranks' parameters or buffers differ in name, shape or type, which
-                DDP itself would meet with a crash or with wrong values.
+                DDP itself would meet with a crash or with wrong values; or if ``comm_hook`` cannot
+                compress the gradients of some.
         """
+        self._step = step
+        if self._comm_hook is not None:
+            cannot = f"comm_hook={self._comm_hook} cannot compress"
+            refuse_unusual_gradients(step.task, cannot, "comm_hook=null")
         if distributed.world_size() == 1:
             return step
-        check_same_tensors(step.task)
-        if self._sync_batchnorm:
-            convert = nn.SyncBatchNorm.convert_sync_batchnorm
-            step.task = convert(step.task)  # type: ignore[no-untyped-call]
-        options: dict[str, Any] = dict(self._options)
-        if self._bucket_cap_mb is not None:  # an explicit None would be taken for a size
-            options["bucket_cap_mb"] = self._bucket_cap_mb
+        is_new, self.wants_setup = not self.wants_setup, False
+        if is_new:
+            check_same_tensors(step.task)
+            if self._sync_batchnorm:
+                convert = nn.SyncBatchNorm.convert_sync_batchnorm
+                step.task = convert(step.task)  # type: ignore[no-untyped-call]
+            if self._bucket_cap_mb == "auto":
+                self._bucket_search = BucketSizeSearch(step, device)
+        options: dict[str, Any] = {**self._options, "init_sync": is_new}
+        cap_mb = self._bucket_cap_mb if self._bucket_search is None else self._bucket_search.cap_mb
+        if cap_mb is not None:  # an explicit None would be taken for a size
+            options["bucket_cap_mb"] = cap_mb
         # Buffers are made rank 0's where it matters (evaluation, saving), not in every forward.
         known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
@@ -104,10 +128,10 @@ class DDPStrategy(Strategy):
         self._wrapped = nn.parallel.DistributedDataParallel(
             step, device_ids=[device] if device.type == "cuda" else None, **options
         )
-        hook = self._hook(step)
+        hook = self._hook(step, device)
         if hook is not None:
             self._wrapped.register_comm_hook(None, hook)
-        self._steps_until_buckets = _STEPS_UNTIL_BUCKETS
+        self._comm_clock = CommClock(self._wrapped, device)
         return self._wrapped
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -115,30 +139,65 @@ class DDPStrategy(Strategy):
         return nullcontext() if self._wrapped is None else self._wrapped.no_sync()
 
     def after_backward(self, micro: MicroBatch) -> None:
-        """Nothing is left to do: DDP has averaged the gradients."""
-        if micro.is_last:
-            self._count_buckets()
+        """Count; DDP has averaged the gradients."""
+        if not micro.is_last:
+            return
+        if self._comm_clock is not None:
+            self._comm_clock.after_step()
+            if self._bucket_search is not None:
+                self.wants_setup = self._bucket_search.after_backward()
+        elif self._powersgd is not None:
+            self._powersgd.settle(self._step, self.scaler)
+
+    def take_comm_times(self) -> CommTimes | None:
+        """Return what DDP's timers have seen."""
+        return None if self._comm_clock is None else self._comm_clock.take()
 
     def teardown(self) -> None:
         """Drop the wrapper; DDP's hooks on the parameters go with it."""
-        self._wrapped = None
+        self._wrapped = self._comm_clock = None
+        if self._powersgd is not None:
+            self._powersgd.close()
 
-    def _count_buckets(self) -> None:
-        """Let the watch know how many buckets a backward has, once DDP has settled them."""
-        if self._wrapped is None or not self._steps_until_buckets:
-            return
-        self._steps_until_buckets -= 1
-        if self._steps_until_buckets:
-            return
-        # Not while a backward runs, in which this would wait for a lock, holding the GIL.
-        found: dict[str, Any] = self._wrapped._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-        sizes: str = found.get("rebuilt_bucket_sizes", found["bucket_sizes"])
-        watch.num_buckets = sizes.count(",") + 1
+    def state_dict(self) -> dict[str, Any]:
+        """Return what PowerSGD has kept from earlier gradients; a collective."""
+        return {} if self._powersgd is None else self._powersgd.state_dict()
 
-    def _hook(self, step: StepModule) -> Hook | None:
-        if self._comm_hook is None:
-            return None
-        return compress_hook(self._comm_hook, exact=step.extra_weight)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with that, at any world size."""
+        if self._powersgd is None:
+            super().load_state_dict(state)
+        else:
+            self._powersgd.load_state_dict(state)
+
+    def _hook(self, step: StepModule, device: torch.device) -> Hook | None:
+        if self._powersgd is not None:
+            self._powersgd.open(step, device, self.scaler, self.may_miss_gradients)
+            return self._powersgd.reduce
+        return None if self._sent_as is None else average_hook(self._sent_as, step.extra_weight)
+
+
+def refuse_unusual_gradients(task: nn.Module, cannot: str, instead: str) -> None:
+    """Refuse parameters whose gradients do not lie in a bucket as numbers in order.
+
+    Args:
+        task: Has the parameters.
+        cannot: What cannot be done with the gradients of such parameters.
+        instead: What to set instead.
+
+    Raises:
+        ValueError: Naming the parameters.
+    """
+    names = [
+        f"{name}, which has sparse=True"
+        for name, module in task.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    ]
+    names += [f"{name}, which is complex" for name, p in task.named_parameters() if p.is_complex()]
+    if names:
+        raise ValueError(
+            f"{cannot} the gradients of {listed(names)}; use dense, real parameters, or {instead}"
+        )
 
 
 def check_same_tensors(task: nn.Module) -> None:

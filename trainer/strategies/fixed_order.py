@@ -12,7 +12,7 @@ from trainer.data.loading import MicroBatch
 from trainer.data.plan import GlobalBatchPlan, ceil_div
 from trainer.messages import listed
 from trainer.step import StepModule
-from trainer.strategies.ddp import DDPStrategy
+from trainer.strategies.ddp import DDPStrategy, refuse_unusual_gradients
 from trainer.tree_reduction import TreeReduction
 from trainer.tree_sum import TreeSum, completed_sums
 
@@ -59,7 +59,7 @@ class FixedOrderDDP(DDPStrategy):
                 parameters whose gradients are sparse or complex.
         """
         size = self._plan.global_batch_size
-        _refuse_parameters(step.task)
+        refuse_unusual_gradients(step.task, "reproducible=true cannot add up", "reproducible=false")
         self._task = step.task
         self._before: dict[str, torch.Tensor] = {}  # buffers, until the first step has been done
         if size is None or self._plan.accumulation_steps(size, 1) > 1:
@@ -93,7 +93,7 @@ class FixedOrderDDP(DDPStrategy):
             self._reduction.close()
             self._reduction = None
 
-    def _hook(self, step: StepModule) -> Hook | None:
+    def _hook(self, step: StepModule, device: torch.device) -> Hook | None:
         assert self._reduction is not None
         return self._reduction.reduce
 
@@ -124,21 +124,6 @@ def _refuse_batch_norm(task: nn.Module) -> None:
             f"reproducible=true with {listed(layers)}: statistics of BatchNorm follow from the "
             "micro-batches that a rank computes, and so depend on the world size. Use GroupNorm or "
             "LayerNorm, freeze it by eval(), or reproducible=false"
-        )
-
-
-def _refuse_parameters(task: nn.Module) -> None:
-    """Refuse parameters whose gradients do not lie in a bucket as numbers in order."""
-    names = [
-        f"{name}, which has sparse=True"
-        for name, module in task.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-    ]
-    names += [f"{name}, which is complex" for name, p in task.named_parameters() if p.is_complex()]
-    if names:
-        raise ValueError(
-            f"reproducible=true cannot add up the gradients of {listed(names)}; use dense, real "
-            "parameters, or reproducible=false"
         )
 
 

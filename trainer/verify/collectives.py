@@ -58,7 +58,9 @@ class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def expected_collectives(module: nn.Module, config: TrainerConfig) -> list[Collective] | None:
-    """Return what reducing the gradients of one step takes; None for a strategy of the user's.
+    """Return what reducing the gradients of one step takes.
+
+    None for a strategy of the user's, and where PowerSGD compresses: that is up to the shapes.
 
     Args:
         module: The wrapped step module, after at least one step.
@@ -67,7 +69,9 @@ def expected_collectives(module: nn.Module, config: TrainerConfig) -> list[Colle
     if not isinstance(module, DistributedDataParallel):
         return None if distributed.world_size() > 1 else []
     buckets = [bucket.buffer() for bucket in module.reducer._get_zeros_like_grad_buckets()]
-    if config.comm_hook is not None:
+    if config.uses_powersgd and module.module.task.run.step > config.powersgd_start_step:
+        return None
+    if config.comm_hook not in (None, "powersgd"):
         sent = [(ALL_REDUCE, 2 * buffer.numel()) for buffer in buckets]
         sent.append((ALL_REDUCE, 4))  # the weight of the global batch, in full precision
     elif config.reproducible:

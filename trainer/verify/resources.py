@@ -63,7 +63,7 @@ def check_collectives(runs: Runs) -> Iterator[Check]:
     if of_task:
         text += f"; in the task's forward {_listed(of_task)}"
     if expected is None:
-        yield Check(7, "collectives", True, f"{text}; the strategy is not DDP, nothing expected")
+        yield Check(7, "collectives", True, f"{text}; by this strategy nothing is expected")
         return
     if expected and not found and runs.config.accelerator == "cuda":
         # Backward runs in other threads there; it would take a fault of the counter to see none.

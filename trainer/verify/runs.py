@@ -168,6 +168,8 @@ def run_both(
         resume=None,
         log_every_n_steps=1,
         num_sanity_val_steps=0,
+        # What is found would change no more than the order of sums; finding it sends a little.
+        bucket_cap_mb=None if config.bucket_cap_mb == "auto" else config.bucket_cap_mb,
         checkpoint=CheckpointConfig(),  # a monitor would miss its metric
         run_dir=str(folder),
     )

@@ -20,8 +20,8 @@ from support import (
     weights,
 )
 
-from trainer import comm_hooks, distributed
-from trainer.comm_hooks import compress_hook
+from trainer import distributed
+from trainer.comm_hooks import average, average_hook
 from trainer.logbook import Logbook
 from trainer.precision import DTYPES
 from trainer.state import TrainState
@@ -131,8 +131,30 @@ class Sent:
 
 
 def test_only_what_a_future_holds_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comm_hooks.dist, "all_reduce", Sent)
-    monkeypatch.setattr(comm_hooks.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(average.dist, "all_reduce", Sent)
+    monkeypatch.setattr(average.dist, "get_world_size", lambda: 1)
     bucket: Any = Bucket()
-    hook = compress_hook("bf16", exact=bucket.given[1])
+    hook = average_hook(torch.bfloat16, exact=bucket.given[1])
     assert hook(None, bucket).wait().tolist() == [1.0, 2.0, 4097.0]
+
+
+class WithSparseEmbedding(Regression):
+    """Has a layer whose gradients are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(4, 3, sparse=True)
+
+
+class WithComplexWeight(Regression):
+    """Has gradients with an imaginary part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize("task", [WithSparseEmbedding(), WithComplexWeight()])
+def test_gradients_that_are_no_plain_numbers_are_refused(task: Regression, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"comm_hook=bf16 cannot compress.*(words|turn), which"):
+        fit(task, tmp_path, train=samples(4), max_epochs=1, comm_hook="bf16")

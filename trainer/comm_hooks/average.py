@@ -1,4 +1,4 @@
-"""Gradient communication hooks by name: what DDP sends instead of plain float32 gradients."""
+"""Plain averaging of gradients, in their own number format or in half the bytes."""
 
 # Annotations are not postponed here: DDP compares those of a hook with the classes themselves.
 
@@ -10,24 +10,25 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from trainer.precision import DTYPES
-
 Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
 
 
-def compress_hook(name: str, exact: torch.nn.Parameter) -> Hook:
-    """Return a hook that sends gradients in half the bytes; works on gloo and NCCL.
+def average_hook(dtype: torch.dtype | None, exact: torch.nn.Parameter) -> Hook:
+    """Return a hook that sends gradients as ``dtype``; works on gloo and NCCL.
 
     Torch's own bf16 hook refuses gloo, and neither of torch's leaves a single value uncompressed.
 
     Args:
-        name: ``fp16`` or ``bf16``.
+        dtype: ``torch.float16`` or ``torch.bfloat16``; None for what they are, as DDP itself does.
         exact: A scalar parameter whose gradient must arrive in full precision: it is sent by
             itself, beside the rest.
     """
-    dtype = DTYPES[name]
 
-    def hook(_: Any, bucket: GradBucket) -> Future[torch.Tensor]:
+    def send_as_they_are(_: Any, bucket: GradBucket) -> Future[torch.Tensor]:
+        sent = _all_reduce(bucket.buffer().div_(dist.get_world_size()))
+        return sent.then(lambda sent: sent.value()[0])
+
+    def send_compressed(_: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         buffer: torch.Tensor = bucket.buffer()
         world_size = dist.get_world_size()
         # Divide first: a sum over many ranks overflows fp16 sooner than a mean.
@@ -51,8 +52,7 @@ def compress_hook(name: str, exact: torch.nn.Parameter) -> Hook:
 
         return _all_reduce(compressed).then(decompress)
 
-    hook.__name__ = f"send_as_{name}"  # DDP refuses torch's own names on gloo
-    return hook
+    return send_as_they_are if dtype is None else send_compressed
 
 
 def _all_reduce(tensor: torch.Tensor) -> Future[Any]:

@@ -1,0 +1,1 @@
+"""What `benchmarks.memory` starts: the same training by hand and with the Trainer."""

@@ -1,0 +1,86 @@
+"""What is large is in memory once for all ranks of a machine, however they were started."""
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from trainer import distributed, startup
+from trainer.config import TrainerConfig
+from trainer.launcher import launch
+from trainer.sending import receive, send
+
+MANY = 2 << 20  # numbers of four bytes
+
+
+def shared_bytes(address: int) -> int:
+    """How much of the mapping at this address other processes have too; the ends are others."""
+    found, is_here = 0, False
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            name, *values = line.split()
+            if not name.endswith(":"):
+                start, end = (int(part, 16) for part in name.split("-"))
+                is_here = start <= address < end
+            elif is_here and name in ("Shared_Clean:", "Shared_Dirty:"):
+                found += 1024 * int(values[0])
+    return found
+
+
+def look(tensor: torch.Tensor, array: np.ndarray[Any, Any]) -> list[Any]:
+    total = float(tensor.sum()) + float(array.sum())
+    distributed.barrier()  # all have read it
+    noted = startup.noted()
+    mine = {
+        "total": total,
+        "shared": [
+            shared_bytes(start + 2 * MANY) for start in (tensor.data_ptr(), array.ctypes.data)
+        ],
+        "parts": [] if noted is None else [name for name, _ in noted.ends],
+        "compiler": "torch._dynamo.eval_frame" in sys.modules,
+    }
+    return distributed.all_gather_object(mine)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("method", ["fork", "fresh"])
+def test_ranks_share_tensors_and_arrays(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    monkeypatch.setenv("TRAINER_START_METHOD", method)
+    startup.begin()
+    startup.note("before")
+    config = TrainerConfig(devices=2, accelerator="cpu")
+    tensor, array = torch.ones(MANY), np.ones((2, MANY // 2), np.float32)
+    for found in launch(look, tensor, array, config=config):
+        assert found["total"] == 2 * MANY
+        assert min(found["shared"]) > 0.9 * 4 * MANY
+        assert found["parts"] == ["before", "launch", "join"]
+        if method == "fresh":
+            assert not found["compiler"]
+
+
+def test_arrays_arrive_as_they_were(tmp_path: Any) -> None:
+    numbers = np.arange(MANY, dtype=">i2")
+    arrays = {
+        "numbers": numbers,
+        "read-only": np.frombuffer(bytes(MANY), dtype=np.uint8),
+        "columns": np.asfortranarray(np.ones((1000, 300))),
+        "part": np.arange(MANY)[::2],
+        "days": np.full(200_000, "2020-02-29", dtype="datetime64[D]"),
+        "records": np.zeros(100_000, dtype=[("x", "f8"), ("name", "U2")]),
+        "objects": np.full(200_000, None),
+        "small": np.ones(()),
+    }
+    tensor = torch.ones(MANY)
+    path = str(tmp_path / "work")
+    send((arrays, tensor, tensor[5:]), path)
+    found, whole, part = receive(path)
+    for name, array in arrays.items():
+        other = found[name]
+        assert (other.dtype, other.shape) == (array.dtype, array.shape), name
+        assert other.flags.writeable == array.flags.writeable, name
+        assert (other == array).all(), name
+    assert part.data_ptr() == whole.data_ptr() + 20
+    whole.zero_()  # this process's own from now on
+    assert receive(path)[1].sum() == MANY

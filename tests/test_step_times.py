@@ -1,0 +1,141 @@
+"""What the parts of a step take, by a clock that the test turns."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import trainer.step_times
+from trainer.step_times import StepClock, StepTimes
+from trainer.watch import Phase, Watch
+
+CPU = torch.device("cpu")
+STEP = (Phase.LOADING, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+
+
+class Rank:
+    """A rank whose phases last as long as the test says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        self.watch = Watch()
+        monkeypatch.setattr(trainer.step_times, "watch", self.watch)
+        self.watch.step = 0
+
+    def do(self, phase: Phase, seconds: float) -> None:
+        self.watch.enter(phase)
+        self.now += seconds
+
+    def steps(self, count: int, *seconds: float) -> None:
+        for _ in range(count):
+            for phase, each in zip(STEP, seconds, strict=True):
+                self.do(phase, each)
+            self.watch.step += 1
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
+    return Rank(monkeypatch)
+
+
+def test_a_step_after_something_else_does_not_count(rank: Rank) -> None:
+    clock = StepClock(CPU)
+    rank.do(Phase.EPOCH_START, 1.0)
+    rank.steps(1, 9, 9, 9, 4)
+    rank.steps(2, 1, 2, 3, 4)
+    rank.do(Phase.VALIDATION, 1.0)
+    rank.steps(1, 1, 2, 30, 4)  # waits for the others in its backward
+    rank.steps(1, 1, 2, 3, 4)
+    rank.do(Phase.LOGGING, 1.0)
+    own, times = clock.take()
+    assert own.tolist() == pytest.approx([18, 3, 3, 3, 3])
+    assert times == pytest.approx(StepTimes(10, 1, 2, 3, 4))
+    assert clock.take()[1] is None
+
+    rank.steps(1, 1, 2, 30, 4)  # there is no other
+    rank.do(Phase.LOGGING, 1.0)
+    assert clock.take()[1] == pytest.approx(StepTimes(37, 1, 2, 30, 4))
+
+
+def test_micro_batches_are_added_up(rank: Rank) -> None:
+    clock = StepClock(CPU)
+    rank.steps(1, 1, 1, 1, 1)
+    clock.take()
+    for _ in range(3):
+        for phase in STEP[:3]:
+            rank.do(phase, 1.0)
+    rank.do(Phase.OPTIMIZER, 1.0)
+    rank.watch.step += 1
+    assert clock.take()[1] == StepTimes(10, 3, 3, 3, 1)
+
+
+class Device:
+    """Computes behind the host: as a stream of an accelerator, with its events."""
+
+    def __init__(self, rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rank = rank
+        self.done = 0.0  # when it will have done all it was given
+        self.num_events = 0
+        device = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+                device.num_events += 1
+
+            def record(self) -> None:
+                self.time = max(device.done, rank.now)
+
+            def elapsed_time(self, end: Event) -> float:
+                assert device.done <= rank.now, "would wait"
+                return (end.time - self.time) * 1000
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: self)
+
+    def synchronize(self) -> None:
+        self.rank.now = max(self.rank.now, self.done)
+
+    def steps(self, count: int, loading: float) -> None:
+        """The host gives it 7 s of work in each step, in a second and a half."""
+        for _ in range(count):
+            self.rank.do(Phase.LOADING, loading)
+            for phase, work in zip(STEP[1:], (2, 4, 1), strict=True):
+                self.rank.do(phase, 0.5)
+                self.done = max(self.done, self.rank.now) + work
+            self.rank.watch.step += 1
+        self.rank.do(Phase.LOGGING, 0.0)
+
+
+def test_a_device_that_computes_behind_the_host(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device(rank, monkeypatch)
+    clock = StepClock(torch.device("cuda"))
+    device.steps(5, loading=0.5)
+    assert clock.take()[1] is None  # which step would be logged, nobody knew
+    assert device.num_events == 0
+
+    device.steps(5, loading=0.5)
+    own, times = clock.take()
+    assert device.num_events == 5  # of one step
+    # The device waits for the host in the first step after a log event, and then no more.
+    assert times == pytest.approx(StepTimes(7.2, 0.2, 2, 4, 1))
+    assert own.tolist() == pytest.approx([2.2] * 5)
+
+    device.steps(5, loading=9.5)  # longer than the device computes
+    assert clock.take()[1] == pytest.approx(StepTimes(12.2, 4.7, 2.5, 4, 1))
+
+    device.steps(3, loading=0.5)  # another log event comes first
+    own, times = clock.take()
+    assert not len(own)
+    assert times is None
+    device.steps(3, loading=0.5)
+    assert clock.take()[1] is not None
+
+    StepClock(CPU)  # a later fit
+    device.steps(9, loading=0.5)
+    assert device.num_events == 15

@@ -1,0 +1,238 @@
+"""The line that says what limits a run."""
+
+# Annotations are not postponed here: DDP compares those of a hook with the classes themselves.
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import Regression, fit, on_ranks, samples
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from trainer import Callback, distributed
+from trainer.config import TrainerConfig
+from trainer.run import Run
+from trainer.strategies import DDPStrategy
+from trainer.verdict import Verdict
+
+pytestmark = pytest.mark.timeout(60)
+
+COMPUTE = {"step": 10, "data": 1, "forward": 3, "backward": 5, "optimizer": 0.5}
+PARALLEL = {**COMPUTE, "wait": 0.2, "slowest_by": 0.1, "comm": 5, "comm_hidden": 4.7}
+
+
+def verdict(
+    run: Run, *events: dict[str, float], rank: int | tuple[int, ...] = 0, every: int = 50
+) -> str | None:
+    """What is said after a first event that must not count, and these."""
+    told = Verdict(run)
+    ranks = (rank,) * len(events) if isinstance(rank, int) else rank
+    for values, slowest in zip(({"step": 1e9, "data": 1e9}, *events), (0, *ranks), strict=True):
+        run._state.step += every
+        metrics = {f"perf/{name}_ms": value for name, value in values.items()}
+        if "slowest_by" in values:
+            metrics["perf/slowest_rank"] = slowest
+        told.add(run, {**metrics, "train/loss": 1.0})
+    return told.line(run)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_each_limit(make_run: Callable[..., Run]) -> None:
+    alone: dict[str, Any] = {"world_size": 1}
+    assert verdict(make_run(**alone), COMPUTE, COMPUTE) == "compute: 85 % of the step"
+    waiting = {**COMPUTE, "step": 20, "data": 11}
+    assert verdict(make_run(**alone, faster_loading=("a", "b", "c")), COMPUTE, waiting) == (
+        "data: 40 % of the step waits for the next batch; try a, b or c"
+    )
+    slow = {**PARALLEL, "step": 20, "comm": 15}
+    assert verdict(make_run(), slow) == (
+        "communication: 52 % of the step waits for gradients (31 % of communication is hidden); "
+        "try a larger global batch"
+    )
+    uneven = {**PARALLEL, "step": 14, "wait": 4.2, "slowest_by": 8}
+    assert verdict(make_run(), uneven, uneven, rank=1) == (
+        "imbalance: 60 % of the step waits for rank 1, which takes 145 % longer than the others; "
+        "look at its data, and at what else runs on its machine"
+    )
+    assert verdict(make_run(), uneven, uneven, rank=(0, 1)) == (
+        "imbalance: 60 % of the step waits for the slowest rank, now this one, now that; try "
+        "batches that cost all ranks as much (DataModule.train_indices)"
+    )
+
+
+def test_too_little_to_tell(make_run: Callable[..., Run]) -> None:
+    assert verdict(make_run()) is None
+    assert verdict(make_run(), COMPUTE, every=19) is None
+    assert verdict(make_run(), COMPUTE, COMPUTE, every=19) is not None
+    assert verdict(make_run(), *[COMPUTE] * 28, every=1) is None, "the first ten do not count"
+    assert verdict(make_run(), *[COMPUTE] * 29, every=1) is not None
+    assert verdict(make_run(), {}, {}) is None, "a device that has not been timed"
+
+
+class Large(nn.Linear):
+    """More than the first bucket of torch's own layout."""
+
+    def __init__(self) -> None:
+        super().__init__(1000, 1000)
+
+
+@pytest.mark.parametrize(
+    ("options", "tries"),
+    [
+        ({}, "comm_hook=bf16, bucket_cap_mb=auto or"),
+        ({"comm_hook": "bf16"}, "comm_hook=powersgd+bf16, bucket_cap_mb=auto or"),
+        ({"comm_hook": "powersgd", "bucket_cap_mb": "auto"}, ""),
+        ({"reproducible": True, "micro_batch_size": 1}, "bucket_cap_mb=auto or"),
+        ({"strategy": {"_target_": "a.Strategy"}}, ""),
+    ],
+)
+def test_what_is_on_or_refused_is_not_advised(
+    options: dict[str, Any], tries: str, make_run: Callable[..., Run]
+) -> None:
+    run = make_run(task=Large(), config=TrainerConfig(max_epochs=1, **options))
+    line = verdict(run, {**PARALLEL, "step": 20, "comm": 15})
+    assert line is not None
+    assert line.split("; try ")[1] == f"{tries} a larger global batch".strip()
+
+
+def test_faster_computing(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def tries(**fields: Any) -> list[str]:
+        line = verdict(make_run(**fields), PARALLEL)
+        assert line is not None
+        return line.split("; try ")[1:]
+
+    (tmp_path / "c++").touch(mode=0o755)
+    monkeypatch.setenv("CXX", str(tmp_path / "c++"))
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    assert tries() == [], "no headers"
+    (tmp_path / "Python.h").touch()
+    assert tries() == ["compile=true"]
+    assert tries(config=TrainerConfig(max_epochs=1, compile=True)) == []
+    task = Large()
+    task._compiled_call_impl = print
+    assert tries(task=task) == []
+
+    monkeypatch.setattr("trainer.verdict.find_spec", lambda _: object())
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    two = {"device": "cuda:0", "config": TrainerConfig(max_epochs=1, devices=2)}
+    assert tries(**two) == ["precision=bf16, devices=4 or compile=true"]
+    half = TrainerConfig(max_epochs=1, devices="auto", precision="bf16")
+    assert tries(**{**two, "config": half}) == ["compile=true"]
+
+
+# --- real ranks -----------------------------------------------------------------------------------
+
+
+class Sleeper(Regression):
+    """Sleeps in each forward, on each rank."""
+
+    def __init__(self, *seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, batch: Any) -> Tensor:
+        time.sleep(self.seconds[self.run.rank])
+        return super().forward(batch)
+
+
+class Slow(Dataset[Any]):
+    """Needs 10 ms for a sample."""
+
+    def __init__(self) -> None:
+        self.samples = samples(60)
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.01)
+        return self.samples[index]
+
+
+class SlowNetwork(DDPStrategy):
+    """A bucket takes 20 ms."""
+
+    def setup(self, step: Any, device: torch.device) -> Any:
+        wrapped = super().setup(step, device)
+        wrapped.register_comm_hook(None, send_slowly)
+        return wrapped
+
+
+def send_slowly(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    buffer = bucket.buffer()
+    work = dist.all_reduce(buffer, async_op=True)
+    received: torch.futures.Future[Tensor] = torch.futures.Future()
+
+    def finish() -> None:
+        work.wait()
+        received.set_result(buffer)
+
+    Timer(0.02, finish).start()
+    return received
+
+
+class Judge(Callback):
+    line: str | None = None
+
+    def on_fit_start(self, run: Run) -> None:
+        self.verdict = Verdict(run)
+
+    def on_log(self, run: Run, metrics: dict[str, float]) -> None:
+        self.verdict.add(run, metrics)
+
+    def on_fit_end(self, run: Run) -> None:
+        self.line = self.verdict.line(run)
+
+
+def judged(folder: Path) -> dict[str, str]:
+    """What is said of fits in which one thing takes most of the time.
+
+    A machine that is busy with other things may make another thing longer, though not every time.
+    """
+    slow_network = {"_target_": f"{__name__}.SlowNetwork"}
+    found = {}
+    for limit, task, train, strategy in (
+        ("data", Regression(), Slow(), "ddp"),
+        ("communication", Regression(), samples(60), slow_network),
+        ("imbalance", Sleeper(0.001, 0.021), samples(60), "ddp"),
+        ("compute", Sleeper(0.03, 0.03), samples(60), "ddp"),
+    ):
+        for attempt in range(3):
+            judge = Judge()
+            fit(
+                task,
+                folder / f"{limit}-{attempt}",
+                train=train,
+                strategy=strategy,
+                global_batch_size=2,
+                max_epochs=1,
+                log_every_n_steps=10,
+                callbacks=[judge] if distributed.rank() == 0 else [],
+            )
+            found[limit] = distributed.broadcast_object(judge.line)
+            if found[limit].startswith(f"{limit}: "):
+                break
+    return found
+
+
+def test_real_ranks(tmp_path: Path) -> None:
+    found = on_ranks(2, judged, tmp_path)[0]
+    for limit, line in found.items():
+        assert line.startswith(f"{limit}: ")
+    assert "; try num_workers=" in found["data"]
+    assert "waits for rank 1, which takes" in found["imbalance"]

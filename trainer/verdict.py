@@ -1,0 +1,140 @@
+"""What limits a run, in one line at its end, and what to try."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from trainer.run import Run
+
+_WARM_UP_STEPS = 10  # caches fill, DDP settles its buckets
+_LEAST_STEPS = 20  # to tell anything from
+_LEAST_SHARE = 0.2  # of a step, for a wait to be named; else it is computing that limits
+
+
+class Verdict:
+    """Adds up the ``perf/`` values of a run's log events, from the second on."""
+
+    def __init__(self, run: Run) -> None:
+        """Begin where ``run`` is."""
+        self._begun = self._last = run.step
+        self._steps = 0
+        self._millis: dict[str, float] = defaultdict(float)
+        self._step_millis: dict[str, float] = defaultdict(float)  # of the steps it is measured in
+        self._slower_by: dict[int, float] = defaultdict(float)  # milliseconds by rank
+
+    def add(self, run: Run, metrics: Mapping[str, float]) -> None:
+        """Take the values of a log event in."""
+        since, self._last = self._last, run.step
+        if since < self._begun + _WARM_UP_STEPS or "perf/step_ms" not in metrics:
+            return
+        steps = run.step - since
+        self._steps += steps
+        for name, value in metrics.items():
+            if name.startswith("perf/") and name.endswith("_ms"):
+                part = name.removeprefix("perf/").removesuffix("_ms")
+                self._millis[part] += steps * value
+                self._step_millis[part] += steps * metrics["perf/step_ms"]
+        if "perf/slowest_rank" in metrics:
+            rank = int(metrics["perf/slowest_rank"])
+            self._slower_by[rank] += steps * metrics["perf/slowest_by_ms"]
+
+    def line(self, run: Run) -> str | None:
+        """Return what limits ``run``, and what to try; None if too little was measured to tell."""
+        if self._steps < _LEAST_STEPS:
+            return None
+        data, hidden = self._share("data"), self._share("comm_hidden")
+        exposed = self._share("comm") - hidden
+        # All ranks but the slowest one of a step wait for that one.
+        wait = self._share("wait") * run.world_size / max(1, run.world_size - 1)
+        longest = max(data, exposed, wait)
+        if longest < _LEAST_SHARE:
+            share = sum(map(self._share, ("forward", "backward", "optimizer")))
+            return _try(f"compute: {_percent(share)} of the step", _faster_computing(run))
+        if longest == data:
+            text = f"data: {_percent(data)} of the step waits for the next batch"
+            return _try(text, run.faster_loading)
+        if longest == exposed:
+            text = f"communication: {_percent(exposed)} of the step waits for gradients"
+            text += f" ({_percent(hidden / (hidden + exposed))} of communication is hidden)"
+            return _try(text, _less_communication(run))
+        return f"imbalance: {_percent(wait)} of the step waits for {self._slowest(run, wait)}"
+
+    def _share(self, part: str) -> float:
+        return self._millis[part] / self._step_millis[part] if part in self._millis else 0.0
+
+    def _slowest(self, run: Run, wait: float) -> str:
+        rank = max(self._slower_by, key=lambda rank: self._slower_by[rank])
+        by = self._slower_by[rank] / self._step_millis["slowest_by"]
+        if by < wait / 2:
+            return (
+                "the slowest rank, now this one, now that; try batches that cost all ranks as much "
+                "(DataModule.train_indices)"
+            )
+        own = ["data", "forward"]
+        if "comm" in self._millis:  # else a rank's own backward is not told from waiting in it
+            own += ["backward", "optimizer"]
+        others = sum(map(self._share, own)) - by / run.world_size
+        return (
+            f"rank {rank}, which takes {_percent(by / others)} longer than the others; look at "
+            "its data, and at what else runs on its machine"
+        )
+
+
+def _less_communication(run: Run) -> list[str]:
+    config, found = run.config, []
+    if config.strategy == "ddp" and _is_large(run):
+        if config.comm_hook is None and not config.reproducible:
+            found.append("comm_hook=bf16")
+        elif config.comm_hook in ("fp16", "bf16"):
+            found.append(f"comm_hook=powersgd+{config.comm_hook}")
+        if config.bucket_cap_mb != "auto":
+            found.append("bucket_cap_mb=auto")
+    return [*found, "a larger global batch"]
+
+
+def _is_large(run: Run) -> bool:
+    """Whether gradients fill more than DDP's first bucket: else there is little to gain by size."""
+    sizes = (p.numel() * p.element_size() for p in run.task.parameters() if p.requires_grad)
+    return sum(sizes) > 2**20
+
+
+def _faster_computing(run: Run) -> list[str]:
+    config, found = run.config, []
+    if run.device.startswith("cuda"):
+        if config.precision == "fp32":
+            found.append("precision=bf16" if torch.cuda.is_bf16_supported() else "precision=fp16")
+        if config.devices == run.world_size < (count := torch.cuda.device_count()):
+            found.append(f"devices={count}")
+    if not config.compile and _can_compile(run):
+        found.append("compile=true")
+    return found
+
+
+def _can_compile(run: Run) -> bool:
+    """Whether there is what it takes, without loading torch's compiler to find out."""
+    if any(module._compiled_call_impl is not None for module in run.task.modules()):
+        return False  # it does so itself
+    if run.device.startswith("cuda"):
+        return find_spec("triton") is not None
+    compilers = (os.environ.get("CXX", ""), "g++", "clang++")
+    has_headers = Path(sysconfig.get_paths()["include"], "Python.h").is_file()
+    return has_headers and any(map(shutil.which, compilers))
+
+
+def _try(text: str, what: Sequence[str]) -> str:
+    *first, last = what or [""]
+    if not last:
+        return text
+    return f"{text}; try {', '.join(first)} or {last}" if first else f"{text}; try {last}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
