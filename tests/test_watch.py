@@ -12,13 +12,21 @@ import pytest
 from trainer.watch import Board, Phase, Watch
 
 
-def test_seconds_are_added_up_by_phase() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What the time is, for the test to turn."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_seconds_are_added_up_by_phase(clock: list[float]) -> None:
     watch = Watch()
     for phase in (Phase.LOADING, Phase.FORWARD, Phase.LOADING, Phase.SAVING):
         watch.enter(phase)
-        time.sleep(0.02)
-    assert watch.seconds[Phase.LOADING] == pytest.approx(0.04, abs=0.015)
-    assert watch.seconds[Phase.FORWARD] == pytest.approx(0.02, abs=0.015)
+        clock[0] += 2
+    assert watch.seconds[Phase.LOADING] == 4
+    assert watch.seconds[Phase.FORWARD] == 2
     assert watch.seconds[Phase.SAVING] == 0  # still in it
 
 
@@ -78,7 +86,7 @@ def test_a_phase_without_a_limit() -> None:
     assert (watch.phase, watch.limit_s) == (Phase.STARTING, 5.0)
 
 
-def test_what_is_known_of_the_ends_of_backwards() -> None:
+def test_what_is_known_of_the_ends_of_backwards(clock: list[float]) -> None:
     watch = Watch()
     watch.step = 3  # resumed
     for step, phases in enumerate(
@@ -90,12 +98,11 @@ def test_what_is_known_of_the_ends_of_backwards() -> None:
     ):
         for phase in phases:
             watch.enter(phase)
-            time.sleep(0.02)
+            clock[0] += 2
         watch.step = step
     _, first, second = watch.take_ends()
     # The time, then loading, forward, backward, and the optimizer of the step before.
-    expected = [0.08, 0.02, 0, 0, 0.02]
-    assert [b - a for a, b in zip(first, second, strict=True)] == pytest.approx(expected, abs=0.015)
+    assert [b - a for a, b in zip(first, second, strict=True)] == [8, 2, 0, 0, 2]
     assert watch.take_ends() == [second]
     watch.step = 9
     assert len(watch.take_ends()) == 1  # this one: what was before belongs to no step

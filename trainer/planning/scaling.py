@@ -10,7 +10,7 @@ from typing import Any
 from trainer.config import TrainerConfig
 from trainer.lr_scaling import LRScaling
 from trainer.planning.buckets import CAPS_MB, bucket_layout
-from trainer.planning.failures import checkpoint_interval_s, lost_share
+from trainer.planning.expected_failures import checkpoint_interval_s, lost_share
 from trainer.planning.links import network
 from trainer.planning.measuring import Measured
 from trainer.planning.options import PlanConfig

@@ -9,7 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.watch import watch
 
-_SAMPLES = 8  # steps to look at, of those between two log events
+_SAMPLES = 8  # steps to look at, of those between two log events,
+_LEAST_GAP = 5  # but not more than one in so many: a look takes some 10 µs
 _BUCKETS_ARE_SETTLED = 3  # DDP rebuilds them after the first step, and tells so after this one
 
 
@@ -42,7 +43,8 @@ class CommClock:
         self._read_step = 0
         self._taken_step = 0
         self._times: list[tuple[int, int]] = []
-        self._look_every(_BUCKETS_ARE_SETTLED)
+        if self._reads_at_once:  # else torch's own 100, until the first log event
+            self._look_every(_BUCKETS_ARE_SETTLED)
 
     def after_step(self) -> None:
         """Note that a step's last backward is done."""
@@ -62,7 +64,8 @@ class CommClock:
         times, self._times = self._times, []
         steps, self._taken_step = self._step - self._taken_step, self._step
         if steps:
-            self._look_every(max(1, steps // (_SAMPLES if self._reads_at_once else 1)))
+            often = max(_LEAST_GAP, steps // _SAMPLES)
+            self._look_every(min(steps, often) if self._reads_at_once else steps)
         if not times:
             return None
         total, hidden = (sum(nanos) / len(times) / 1e9 for nanos in zip(*times, strict=True))

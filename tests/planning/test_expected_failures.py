@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trainer.planning.failures import checkpoint_interval_s, lost_share
+from trainer.planning.expected_failures import checkpoint_interval_s, lost_share
 
 
 def test_cheap_checkpoints_follow_young() -> None:
