@@ -56,3 +56,17 @@ def test_killed_process_takes_its_workers_along():
     finally:
         for pid in (of_thread, server):
             os.kill(pid, signal.SIGKILL)
+
+
+def test_the_end_of_a_child_is_seen_at_once():
+    with subprocess.Popen(["sleep", "60"]) as child:
+        begin = time.monotonic()
+        children.wait_for_one([child.pid], 0.05)
+        assert time.monotonic() - begin >= 0.05
+        assert children.exit_code(child.pid) is None
+        child.kill()
+        children.wait_for_one([child.pid], 60)
+        assert children.exit_code(child.pid) == -signal.SIGKILL
+        assert time.monotonic() - begin < 30
+    children.wait_for_one([child.pid], 0.05)  # it is gone
+    assert children.exit_code(child.pid) == 0  # whoever has waited for it knows better

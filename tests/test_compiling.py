@@ -85,7 +85,7 @@ def fit(task: TaskModule, run_dir: Path, **options: Any) -> dict[str, float]:
     """Train on three global batches an epoch, the last of which is smaller; and validate."""
     data = {"train": support.samples(22), "val": support.samples(8)}
     sizes = {"global_batch_size": 8, "micro_batch_size": 4, "max_epochs": EPOCHS}
-    found = support.fit(task, run_dir, **data, **{**sizes, "log_every_n_steps": 1, **options})
+    found = support.fit(task, run_dir, **data, **{**sizes, **options})
     return support.measured(found.metrics)
 
 
@@ -150,7 +150,8 @@ def test_nothing_is_compiled_again_once_every_kind_of_batch_was_seen(
 ) -> None:
     for found in runs:
         noted = found["compiled"][2]
-        assert "compile fw" in noted
+        parts = backward(noted).count("bw")
+        assert 0 < noted.count("compile fw") <= 2 * parts  # micro-batches of 4, and one of 2
         last_epoch = noted[len(noted) - noted[::-1].index("epoch") :]
         assert "fw" in last_epoch
         assert not [event for event in last_epoch if event.startswith("compile")]

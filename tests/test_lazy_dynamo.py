@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,18 @@ class Looks(Regression):
         assert not is_loaded()
 
 
-def train_and_compile(folder: str) -> None:
+def train_and_compile(folder: str, started: float) -> None:
     """Train, in ranks and here, then compile: the real compiler knows all that it would have."""
     import torch
 
+    from trainer import startup
     from trainer.lazy_dynamo import defer_dynamo, load_dynamo
+
+    start = startup.noted()
+    # The kernel tells in hundredths of a second when a process was started.
+    assert start is not None
+    assert started - 0.011 <= start.began <= time.monotonic() - time.process_time()
+    assert [name for name, _ in start.ends] == ["import"]
 
     defer_dynamo()
     stand_in = sys.modules["torch._dynamo"]
@@ -55,7 +63,8 @@ def train_and_compile(folder: str) -> None:
 
 
 def test_it_is_loaded_when_something_compiles(tmp_path: Path) -> None:
-    text = f"from test_lazy_dynamo import *; train_and_compile({str(tmp_path)!r})"
+    call = f"train_and_compile({str(tmp_path)!r}, {time.monotonic()})"
+    text = f"from test_lazy_dynamo import train_and_compile; {call}"
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path[:0] = {PATHS.split(':')!r}\n{text}"],
         capture_output=True,

@@ -1,8 +1,6 @@
 """Where the time of a start goes."""
 
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -36,7 +34,6 @@ def test_the_table_comes_after_the_first_step(
     before, after = re.split("STEP 2", capfd.readouterr().out)[:2]
     assert "start  " not in after
     found = rows(before)
-    assert {"script", "prepare", "set up", "wrap", "forward", "backward", "update"} <= set(found)
     assert found["script"][0] >= 0.02
     assert found["update"][0] >= 0.03
     assert ("launch" in found) == ("join" in found) == (world_size > 1)
@@ -62,14 +59,6 @@ def test_the_slowest_rank_counts() -> None:
         "wrap             1.500   3.000   1",
         "same             1.000   2.000",
     ]
-
-
-def test_the_clock_begins_with_the_process() -> None:
-    program = "import time, trainer.startup as s; time.sleep(0.1); print(s.noted().began)"
-    before = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    # The kernel tells it in hundredths of a second.
-    assert before - 0.011 <= float(done.stdout) <= before + 1.0, done.stderr
 
 
 def test_a_start_goes_on_in_another_process() -> None:

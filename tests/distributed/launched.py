@@ -134,6 +134,7 @@ def train():
 
 def fail_on_rank_1(how):
     distributed.shorten_timeouts()
+    distributed.barrier()  # a rank that still joins would tell of its peer's death
     if dist.get_rank() == 1:
         print(f"FAILS AT {time.monotonic()}", flush=True)
         if how in ("own", "deaf"):
