@@ -181,6 +181,24 @@ def test_many_fits_in_one_process_all_run_compiled_code(tmp_path: Path) -> None:
             assert "bw" in ran
 
 
+class Rising(Net):
+    """What it does depends on the step."""
+
+    def forward(self, batch: Any) -> Tensor:
+        return super().forward(batch) * (1 + self.run.step)
+
+
+def test_the_step_may_be_read_without_compiling_every_step(tmp_path: Path) -> None:
+    eager, compiled = Rising(4), Rising(4)
+    options = {"train": support.samples(40), "global_batch_size": 8, "max_epochs": 1}
+    support.fit(eager, tmp_path / "eager", **options)
+    ran.clear()
+    with compiled_by_noting():
+        support.fit(compiled, tmp_path / "compiled", **options, compile=True)
+    support.assert_same(compiled, eager)
+    assert (ran.count("compile fw"), ran.count("fw")) == (2, 5)
+
+
 def test_reproducible_refuses_what_would_follow_from_what_was_compiled_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,7 +80,10 @@ def compiled(task: TaskModule, config: TrainerConfig) -> Iterator[None]:
         return
     dynamo: Any = load_dynamo()
     dynamo.reset()  # what was compiled for other tasks counts against a limit
-    settings: dict[str, Any] = {"optimize_ddp": False}  # which cuts where DDP is, and only there
+    settings: dict[str, Any] = {
+        "optimize_ddp": False,  # it cuts where DDP is, and only there
+        "allow_unspec_int_on_nn_module": True,  # self.run.step is no reason to compile every step
+    }
     if config.reproducible:
         settings |= {"recompile_limit": _MOST_SHAPES, "fail_on_recompile_limit_hit": True}
     log, call = TaskModule.log, task._compiled_call_impl

@@ -45,7 +45,8 @@ def _accused(
     is_late = worst.is_late
     parts = []
     for same in _grouped(to_blame, lambda report: report.phase):
-        does = ("hangs" if len(same) == 1 else "hang") if is_late else "is late,"
+        verb, be = ("hangs", "is") if len(same) == 1 else ("hang", "are")
+        does = verb if is_late else f"{be} late,"
         parts.append(f"{_ranks(_numbers(same))} {does} {_doing(same)}")
     text = "; ".join(parts)
     if len(to_blame) < len(reports):
