@@ -144,7 +144,7 @@ def _uncut() -> Iterator[None]:
 def fit(task: Timed, data: Mapping[str, Any], steps: int, **options: Any) -> Found:
     """Train for a few steps that do not count, and ``steps`` that do."""
     begun = time.perf_counter()
-    with scratch() as folder, redirect_stdout(sys.stderr):
+    with scratch() as folder:
         result = Trainer(
             accelerator="cpu",
             max_steps=WARM_UP + steps,
@@ -305,7 +305,7 @@ def main() -> None:
         return
     measure, header = MODES[given.mode]
     try:
-        with scratch() as given.folder:
+        with scratch() as given.folder, redirect_stdout(sys.stderr):
             rows = measure(given)
     except Unavailable as error:
         raise SystemExit(str(error)) from None
