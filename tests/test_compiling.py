@@ -4,6 +4,7 @@ Most tests compile with a stand-in for inductor: torch's ``aot_eager``, which tr
 graphs as inductor does, and then runs them as they are.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -248,3 +249,18 @@ def test_inductor_draws_the_same_numbers(tmp_path: Path) -> None:
     assert found == pytest.approx(metrics)
     support.assert_same(compiled, eager)
     assert torch._dynamo.utils.counters["inductor"]
+
+
+def use_compiling_threads() -> int:
+    from torch._inductor.async_compile import AsyncCompile
+
+    found: int = AsyncCompile.pool().submit(os.getpid).result(timeout=10)
+    return found
+
+
+def test_ranks_compile_although_their_parent_has() -> None:
+    import torch._inductor.config as inductor
+
+    with inductor.patch(compile_threads=2):
+        assert use_compiling_threads() == os.getpid()
+        assert len({os.getpid(), *support.on_ranks(2, use_compiling_threads)}) == 3

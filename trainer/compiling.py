@@ -12,6 +12,7 @@ happens to have compiled for another one.
 from __future__ import annotations
 
 import importlib
+import sys
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterator
@@ -61,6 +62,13 @@ def prepare_to_compile(config: TrainerConfig) -> None:
             "compile=true, but triton is not installed, which writes the code for CUDA; install "
             "it, or set compile=false"
         )
+
+
+def renew_threads() -> None:
+    """In a forked process, have inductor start threads: its pool counts on those of the parent."""
+    inductor: Any = sys.modules.get("torch._inductor.async_compile")
+    if inductor is not None:
+        inductor.AsyncCompile.pool.cache_clear()
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from trainer import attempt, children, distributed, startup, stopping, watching
 from trainer.attempt import Attempt
+from trainer.compiling import renew_threads
 from trainer.failures import Failure, RankError
 from trainer.lazy_dynamo import defer_dynamo
 from trainer.sending import receive
@@ -110,6 +111,7 @@ def forked_rank(number: int, group: Group, work: Work, listener: socket.socket) 
     # What is there already would be searched for garbage, and its pages copied for that.
     gc.freeze()
     listener.close()
+    renew_threads()
     _settle(group)
     _run_rank(number, group, lambda: work)
     _leave(number, group.timeouts_s[0])
