@@ -1,17 +1,15 @@
 """Where the time of a step goes, measured on real ranks in the collective of the logbook."""
 
-# Annotations are not postponed here: DDP compares those of a hook with the classes themselves.
+from __future__ import annotations
 
 import time
 from pathlib import Path
 from statistics import median
-from threading import Timer
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from support import Regression, fit, on_ranks, samples
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -20,7 +18,6 @@ from trainer import Callback, distributed
 from trainer.logbook import Logbook
 from trainer.pace import Pace
 from trainer.step_times import StepTimes
-from trainer.strategies import DDPStrategy
 from trainer.strategies.comm_clock import CommTimes
 
 pytestmark = pytest.mark.timeout(60)
@@ -76,35 +73,10 @@ class Sleeper(Regression):
         time.sleep(0.005)
 
 
-class SlowNetwork(DDPStrategy):
-    """A bucket takes 30 ms; there are several."""
-
-    def __init__(self) -> None:
-        super().__init__(bucket_cap_mb=1e-6)
-
-    def setup(self, step: Any, device: torch.device) -> Any:
-        wrapped = super().setup(step, device)
-        wrapped.register_comm_hook(None, send_slowly)
-        return wrapped
-
-
-def send_slowly(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    buffer = bucket.buffer()
-    work = dist.all_reduce(buffer, async_op=True)
-    received: torch.futures.Future[Tensor] = torch.futures.Future()
-
-    def finish() -> None:
-        work.wait()
-        received.set_result(buffer)
-
-    Timer(0.03, finish).start()
-    return received
-
-
 def fits(folder: Path) -> list[list[dict[str, float]]]:
     """The log events of each fit, without the first: some things only the first steps need."""
     found = []
-    slow_network = {"_target_": f"{__name__}.SlowNetwork"}
+    slow_network = {"_target_": "slow_network.SlowNetwork", "seconds": 0.03, "bucket_cap_mb": 1e-6}
     for number, (task, train, strategy) in enumerate(
         [
             (SlowForward(), samples(60), "ddp"),

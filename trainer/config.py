@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.options import check_fields, option, option_fields, show
+from trainer.option_pairs import check_pairs
+from trainer.options import check_fields, option, option_fields
 
 _LONGEST_S = 100_000_000  # three years: gloo counts nanoseconds in 64 bits
 
@@ -295,7 +296,7 @@ class TrainerConfig:
             self.checkpoint = _build(CheckpointConfig, self.checkpoint, "checkpoint.")
         _check_strategy(self.strategy)
         check_fields(self)
-        self._check_pairs()
+        check_pairs(self)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> TrainerConfig:
@@ -336,72 +337,6 @@ class TrainerConfig:
             raise ValueError(
                 "neither max_epochs nor max_steps is given, so the training would never end; set "
                 "one of them (max_epochs=10, say), or both for whichever comes first"
-            )
-
-    def _check_pairs(self) -> None:
-        if self.static_graph and self.find_unused_parameters:
-            raise ValueError(
-                "static_graph=true together with find_unused_parameters=true: a static graph "
-                "promises that every step uses every parameter; set one of them to false"
-            )
-        if self.sync_batchnorm and self.accelerator == "cpu":
-            raise ValueError(
-                "sync_batchnorm=true with accelerator=cpu: torch's SyncBatchNorm works on CUDA "
-                "only; set sync_batchnorm=false, or train on CUDA"
-            )
-        if self.reproducible and self.micro_batch_size is None:
-            raise ValueError(
-                "reproducible=true without micro_batch_size: an even share of the global batch "
-                "would depend on the world size, and so would the last bits; give a fixed size, "
-                "such as micro_batch_size = global_batch_size / the most ranks you will use"
-            )
-        if self.reproducible and isinstance(self.compile, str):
-            raise ValueError(
-                f"reproducible=true together with compile={self.compile}: that chooses code by "
-                "measuring it, so ranks may have different code; set compile=true"
-            )
-        for name in ("comm_hook", "sync_batchnorm"):
-            if self.reproducible and (given := getattr(self, name)):
-                raise ValueError(
-                    f"reproducible=true together with {name}={show(given)}: what it computes "
-                    f"depends on the number of ranks; leave one of them out"
-                )
-        for name in ("powersgd_rank", "powersgd_start_step"):
-            given, default = getattr(self, name), option_fields(self)[name].default
-            if given != default and not self.uses_powersgd:
-                raise ValueError(
-                    f"{name}={given} with comm_hook={show(self.comm_hook)} has no effect; set "
-                    "comm_hook=powersgd (or powersgd+bf16), or leave it out"
-                )
-        if self.accept_changes and self.resume is None:
-            raise ValueError(
-                f"accept_changes={show(self.accept_changes)} without resume has no effect: it says "
-                "what may differ from the run that is resumed; leave it out, or set resume"
-            )
-        self._check_lr_scaling()
-        if self.num_nodes > 1 and self.launcher == "self":
-            raise ValueError(
-                f"num_nodes={self.num_nodes} with launcher=self: a process can start ranks on its "
-                "own machine only; start the script with torchrun or srun on every machine"
-            )
-
-    def _check_lr_scaling(self) -> None:
-        if self.lr_scaling != "none":
-            if self.lr_reference_batch_size is None:
-                raise ValueError(
-                    f"lr_scaling={self.lr_scaling} without lr_reference_batch_size; give the "
-                    "global batch size that the task's learning rate is meant for"
-                )
-        elif self.lr_reference_batch_size is not None:
-            raise ValueError(
-                f"lr_reference_batch_size={self.lr_reference_batch_size} with lr_scaling=none has "
-                "no effect; set lr_scaling=linear or sqrt, or leave it out"
-            )
-        elif self.lr_warmup_steps:
-            raise ValueError(
-                f"lr_warmup_steps={self.lr_warmup_steps} with lr_scaling=none has no effect: it is "
-                "the way from the task's learning rate to the scaled one. Set lr_scaling, or let "
-                "a scheduler from the task's configure_optimizers warm up (LinearLR)"
             )
 
 

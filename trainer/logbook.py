@@ -183,7 +183,7 @@ class Logbook:
     def _sum(self, name: str) -> tuple[ExactSum, ExactSum]:
         """Add up this rank's values times weights, and weights."""
         self._stack(name)
-        total, weight = self._restored.get(name, (ExactSum(), ExactSum()))
+        total, weight = self._restored.get(name, _NOTHING)
         for products, weights in (stack.cpu().numpy() for stack in self._stacks.get(name, ())):
             total, weight = total + ExactSum.of(products), weight + ExactSum.of(weights)
         return total, weight
