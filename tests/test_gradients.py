@@ -26,14 +26,19 @@ def after_backward(may_miss: bool = False) -> tuple[StepModule, Gradients]:
         averaged_over=1,
         needs_every_parameter=True,
     )
-    gradients = Gradients(step, may_miss)
     step(samples(4).tensors, 4, 4).backward()
-    return step, gradients
+    return step, gradients_of(step, may_miss)
+
+
+def gradients_of(
+    step: StepModule, may_miss: bool = False, clip_norm: float | None = None
+) -> Gradients:
+    return Gradients(step, step.task.configure_optimizers(), clip_norm, may_miss)
 
 
 def correct(step: StepModule, gradients: Gradients, loss_scale: float | None = None) -> bool:
     scaler = torch.amp.GradScaler("cpu", init_scale=loss_scale or 1, enabled=loss_scale is not None)
-    return gradients.correct(scaler, step.task.configure_optimizers())
+    return gradients.correct(scaler)
 
 
 def grads(step: StepModule) -> list[torch.Tensor]:
@@ -63,7 +68,7 @@ def test_of_many_missing_gradients_the_first_are_named() -> None:
     step = StepModule(
         task, Logbook(), {}, TrainState(), seed=0, averaged_over=1, needs_every_parameter=True
     )
-    gradients = Gradients(step, may_miss=False)
+    gradients = gradients_of(step)
     step(samples(4).tensors, 4, 4).backward()
     with pytest.raises(ValueError, match=r"spare0, .*spare7 and 2 more:"):
         gradients.check()
@@ -80,7 +85,7 @@ def test_parameters_frozen_or_thawed_since_the_wrapping_are_refused() -> None:
             with pytest.raises(ValueError, match=r"net\.0\.weight changed from True to False"):
                 gradients.check()
     assert trained_names(step.task) == ("net.0.bias", "net.2.weight", "net.2.bias")
-    gradients = Gradients(step, may_miss=True)
+    gradients = gradients_of(step, may_miss=True)
     gradients.check()
     step.task.net[0].weight.requires_grad_(True)
     with pytest.raises(ValueError, match=r"net\.0\.weight changed from False to True.*on_epoch"):
@@ -133,10 +138,67 @@ def test_where_the_weight_is_not_read_a_sum_too_small_makes_the_weights_nan(
     for extra, is_finite in ((3.0, True), (-1.0 + 2**-23, False)):
         step, gradients = after_backward()
         step.extra_weight.grad = scaler.scale(torch.tensor(extra))
-        optimizer = step.task.configure_optimizers()
-        assert gradients.correct(scaler, optimizer)
-        scaler.step(optimizer)  # must not take it for an overflow
+        assert gradients.correct(scaler)
+        scaler.step(gradients._optimizer)  # must not take it for an overflow
         assert all(p.isfinite().all() == is_finite for p in step.task.parameters())
+
+
+def updated(
+    kind: type[torch.optim.Optimizer], fused: bool, hooked: bool = False
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the gradients before an update that divides them by 4, and the weights after it."""
+    step, _ = after_backward()
+    optimizer = kind(step.task.parameters(), lr=0.1, fused=fused)
+    if hooked:
+        optimizer.register_step_pre_hook(lambda *_: None)
+    gradients = Gradients(step, optimizer, None, False)
+    step.extra_weight.grad = torch.tensor(3.0)
+    assert gradients.correct(torch.amp.GradScaler("cpu", enabled=False))
+    before = grads(step)
+    optimizer.step()
+    gradients.clear()
+    assert getattr(optimizer, "grad_scale", None) is None, "the user's next step would divide too"
+    return before, [p.detach() for p in step.task.parameters()]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_fused_optimizer_divides_by_the_weight_itself(kind: type[torch.optim.Optimizer]) -> None:
+    whole = grads(after_backward()[0])
+    quarter = [grad / 4 for grad in whole]
+    found, weights = updated(kind, fused=True)
+    torch.testing.assert_close(found, whole, rtol=0, atol=0)
+    # Not where a hook of the optimizer reads them.
+    found, expected = updated(kind, fused=True, hooked=True)
+    torch.testing.assert_close(found, quarter, rtol=0, atol=0)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+    found, expected = updated(kind, fused=False)
+    torch.testing.assert_close(found, quarter, rtol=0, atol=0)
+    torch.testing.assert_close(weights, expected)
+
+
+class Watching(Regression):
+    def before_optimizer_step(self) -> None:
+        """Look at the gradients."""
+
+
+def test_who_reads_gradients_reads_them_divided() -> None:
+    for task, clip_norm, plain in (
+        (Regression(), None, True),
+        (Watching(), None, False),
+        (Regression(), 1.0, True),
+    ):
+        step = StepModule(
+            task, Logbook(), {}, TrainState(), seed=0, averaged_over=1, needs_every_parameter=True
+        )
+        optimizer = torch.optim.SGD(task.parameters(), lr=0.1, fused=True)
+        gradients = Gradients(step, optimizer, clip_norm, False)
+        assert gradients.update_is_plain == plain
+        step(samples(4).tensors, 4, 4).backward()
+        whole = grads(step)
+        step.extra_weight.grad = torch.tensor(3.0)
+        gradients.correct(torch.amp.GradScaler("cpu", enabled=False))
+        divisor = 1 if plain and clip_norm is None else 4
+        torch.testing.assert_close(grads(step), [grad / divisor for grad in whole])
 
 
 class Calls(TorchDispatchMode):
@@ -161,20 +223,19 @@ def test_a_rank_with_weight_reads_no_number_from_an_accelerator(
     scaler.scale(torch.ones(()))
     monkeypatch.setattr(gradients_module, "_is_slow_to_read", lambda number: True)
     with Calls() as calls:
-        assert gradients.correct(scaler, step.task.configure_optimizers())
-    assert torch.ops.aten._foreach_mul_.Tensor in calls.made
+        assert gradients.correct(scaler)
+    assert torch.ops.aten._foreach_div_.Tensor in calls.made
     assert torch.ops.aten._local_scalar_dense.default not in calls.made, "a number is read"
 
 
 def test_clipping_is_by_the_global_norm() -> None:
-    step, gradients = after_backward()
+    step, _ = after_backward()
     before = grads(step)
     norm = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in before]))
-    optimizer = torch.optim.SGD(step.task.parameters(), lr=0.1)
-    gradients.clip(None, optimizer)
-    gradients.clip(float(norm) * 2, optimizer)
-    torch.testing.assert_close(grads(step), before, rtol=0, atol=0)
-    gradients.clip(0.5, optimizer)
+    for clip_norm in (None, float(norm) * 2):
+        gradients_of(step, clip_norm=clip_norm).clip()
+        torch.testing.assert_close(grads(step), before, rtol=0, atol=0)
+    gradients_of(step, clip_norm=0.5).clip()
     torch.testing.assert_close(
         grads(step), [grad * 0.5 / norm for grad in before], rtol=1e-5, atol=0
     )

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from trainer.messages import listed
+from trainer.optimization import is_plain_update
 from trainer.step import StepModule
 
 # Below this share of the planned weight a step counts as one of weight 0: the resolution of the
@@ -17,24 +18,41 @@ class Gradients:
     """Checks and corrects the gradients of one wrapped module.
 
     Built anew whenever the module is wrapped, for it remembers which parameters are trained.
+
+    Attributes:
+        update_is_plain: Whether the update is nothing but the step of one of torch's optimizers.
     """
 
-    def __init__(self, step_module: StepModule, may_miss: bool) -> None:
-        """Note the parameters.
+    def __init__(
+        self,
+        step_module: StepModule,
+        optimizer: torch.optim.Optimizer,
+        clip_norm: float | None,
+        may_miss: bool,
+    ) -> None:
+        """Note whose gradients these are, and who reads them.
 
         Args:
             step_module: What is wrapped; its ``extra_weight`` has as gradient the relative
                 difference between the true and the planned weight of the global batch.
+            optimizer: Steps on them.
+            clip_norm: The largest global L2 norm; None for any.
             may_miss: Whether parameters may go without a gradient (the strategy's
                 ``may_miss_gradients``).
         """
         task = step_module.task
+        self.update_is_plain = is_plain_update(task, optimizer)
         self._step_module = step_module
+        self._optimizer = optimizer
+        self._clip_norm = clip_norm
         self._named = dict(task.named_parameters())
         self._trained = [p for p in self._named.values() if p.requires_grad]
         self._frozen = [p for p in self._named.values() if not p.requires_grad]
         self._may_miss = may_miss
         self._one = torch.ones_like(step_module.extra_weight, requires_grad=False)
+        # Its kernel divides them on its way, which saves a pass over all of them.
+        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        self._divides_in_update = is_fused and self.update_is_plain and clip_norm is None
 
     def check(self) -> None:
         """Refuse to step if a parameter has no gradient, or was frozen or thawed in mid-run.
@@ -59,13 +77,12 @@ class Gradients:
                 "find_unused_parameters=true"
             )
 
-    def correct(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    def correct(self, scaler: torch.amp.GradScaler) -> bool:
         """Unscale gradients, and make those over the planned into those over the true weight.
 
         Args:
             scaler: What scaled the loss. It must see the gradients before they are corrected: it
                 would take an error in the weight for an overflow.
-            optimizer: Whose gradients these are.
 
         Returns:
             Whether the global batch has any weight; if not, there is nothing to step on.
@@ -89,20 +106,25 @@ class Gradients:
                 return False
             elif number == 1:
                 ratio = None
-        scaler.unscale_(optimizer)
+        scaler.unscale_(self._optimizer)
         if ratio is not None:
-            grads = [p.grad for p in self._trained if p.grad is not None]
-            torch._foreach_mul_(grads, 1 / ratio)
+            if self._divides_in_update and not scaler.is_enabled():
+                self._optimizer.grad_scale = ratio  # type: ignore[attr-defined]
+            else:
+                grads = [p.grad for p in self._trained if p.grad is not None]
+                torch._foreach_div_(grads, ratio)
         return True
 
-    def clip(self, max_norm: float | None, optimizer: torch.optim.Optimizer) -> None:
-        """Scale ``optimizer``'s gradients so that their global L2 norm is at most ``max_norm``."""
-        if max_norm is not None:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            nn.utils.clip_grad_norm_(parameters, max_norm)
+    def clip(self) -> None:
+        """Scale the optimizer's gradients so that their global L2 norm is at most ``clip_norm``."""
+        if self._clip_norm is not None:
+            groups = self._optimizer.param_groups
+            parameters = [p for group in groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(parameters, self._clip_norm)
 
     def clear(self) -> None:
-        """Forget all gradients, for the next step."""
+        """Forget all gradients, and what to divide them by, for the next step."""
+        vars(self._optimizer).pop("grad_scale", None)
         for parameter in self._trained:
             parameter.grad = None
         self._step_module.extra_weight.grad = None

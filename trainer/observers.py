@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Literal, get_args
 
 from trainer.callbacks import Callback
 from trainer.evaluation import evaluating
@@ -15,7 +15,7 @@ from trainer.messages import reason
 from trainer.run import Run
 from trainer.watch import Phase, watch
 
-_EVENTS = ("on_fit_start", "on_log", "on_validation_end", "on_save", "on_fit_end")
+Event = Literal["on_fit_start", "on_log", "on_validation_end", "on_save", "on_fit_end"]
 
 
 class Observers:
@@ -39,7 +39,7 @@ class Observers:
         self._view = view
         self._callbacks = callbacks
         self._by_event: dict[str, list[Any]] = {}  # the callbacks' own methods
-        for event in _EVENTS:
+        for event in get_args(Event):
             methods = [getattr(callback, event) for callback in callbacks]
             default = getattr(Callback, event)
             own = [method for method in methods if getattr(method, "__func__", None) is not default]
@@ -60,7 +60,7 @@ class Observers:
                 stack.callback(no_collectives("a callback")(callback.close))
             yield
 
-    def tell(self, event: str, *args: Any) -> None:
+    def tell(self, event: Event, *args: Any) -> None:
         """Call the method ``event`` of each callback that has one of its own.
 
         Meanwhile the task is in eval mode, without gradients.

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from trainer import distributed
 from trainer.lr_scaling import LRScaling
@@ -178,13 +179,22 @@ def configure_optimizer(
     return setup.optimizer, Schedule(setup, scaling, task.run)
 
 
-def may_draw(task: TaskModule, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether random numbers may be drawn in an update: torch's own optimizers draw none."""
-    hooks = ("before_optimizer_step", "after_optimizer_step")
+def is_plain_update(task: TaskModule, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether nothing acts in an update but the step of one of torch's own optimizers.
+
+    That draws no random numbers, and nobody else reads the gradients.
+    """
+    own = ("before_optimizer_step", "after_optimizer_step")
+    hooks = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
+    )
     return (
-        any(getattr(type(task), hook) is not getattr(TaskModule, hook) for hook in hooks)
-        or not type(optimizer).__module__.startswith("torch.optim.")
-        or bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+        type(optimizer).__module__.startswith("torch.optim.")
+        and not any(hooks)
+        and all(getattr(type(task), hook) is getattr(TaskModule, hook) for hook in own)
     )
 
 

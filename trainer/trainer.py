@@ -29,7 +29,7 @@ from trainer.loggers import Logger
 from trainer.lr_scaling import LRScaling
 from trainer.notes import note_untrained
 from trainer.observers import Observers
-from trainer.optimization import configure_optimizer, may_draw
+from trainer.optimization import configure_optimizer
 from trainer.pace import Pace
 from trainer.precision import LossScaler
 from trainer.run import FitResult
@@ -116,6 +116,8 @@ class Training:
             session, self.view, self.optimizer, self.schedule, parts, run_config, past
         )
         self.trained: tuple[str, ...] | None = None
+        self.module: torch.nn.Module  # what the loop calls; it and its gradients come from `wrap`
+        self.gradients: Gradients
         self.stop_reason: str | None = None
         self.signal: signal.Signals | None = None  # that asked to stop
         self.started = time.monotonic()
@@ -132,7 +134,6 @@ class Training:
         self.strategy.load_state_dict(shared.get("strategy", {}))
         watch.step = self.state.step
         self.agreement = stopping.Agreement(self.state.step)
-        self.update_may_draw = may_draw(self.task, self.optimizer)
         self.started = time.monotonic() - self.state.time_s
         with ExitStack() as stack:
             stack.callback(self.strategy.teardown)
@@ -207,12 +208,12 @@ class Training:
 
                 watch.enter(Phase.OPTIMIZER)
                 self.gradients.check()
-                has_weight = self.gradients.correct(scaler, self.optimizer)
+                has_weight = self.gradients.correct(scaler)
                 if has_weight:  # else there is nothing to step on
-                    if self.update_may_draw:
+                    if not self.gradients.update_is_plain:  # then it may draw random numbers
                         self.seed_hook(Stream.UPDATE)
                     task.before_optimizer_step()
-                    self.gradients.clip(config.gradient_clip_norm, self.optimizer)
+                    self.gradients.clip()
                     with self.schedule.scaled():  # the learning rate follows the global batch
                         scaler.step(self.optimizer)  # optimizer.step(), unless fp16 overflowed
                     task.after_optimizer_step()
@@ -255,9 +256,10 @@ class Training:
         changed = torch.tensor(int(trained != self.trained or self.strategy.wants_setup))
         if int(distributed.all_reduce_sum(changed)):
             self.strategy.teardown()
-            self.module: torch.nn.Module = self.step_module  # lets go of the old wrapper
+            self.module = self.step_module  # lets go of the old wrapper
             self.module = self.strategy.setup(self.step_module, self.session.device)
-            self.gradients = Gradients(self.step_module, self.strategy.may_miss_gradients)
+            clip_norm, may_miss = self.config.gradient_clip_norm, self.strategy.may_miss_gradients
+            self.gradients = Gradients(self.step_module, self.optimizer, clip_norm, may_miss)
             self.trained = trained
             startup.note("wrap")
 
@@ -321,7 +323,7 @@ class Training:
         """Start writing a checkpoint, unless a loss since the last log is not finite."""
         watch.enter(Phase.SAVING)
         self.logbook.check_finite()
-        self.keep_time()
+        self.state.time_s = time.monotonic() - self.started
         shared = {
             "logbook": self.logbook.state(),
             "metrics": metrics.state(self.train_metrics) if self.state.step_in_epoch else {},
@@ -332,8 +334,8 @@ class Training:
 
     def write(self, values: Mapping[str, float]) -> None:
         """Write one event to the loggers."""
-        self.keep_time()
-        self.view.record(values)
+        self.state.time_s = time.monotonic() - self.started
+        self.view.record(values)  # once more: callbacks may have added some
         self.observers.write(values)
 
     def obey(self) -> None:
@@ -394,7 +396,3 @@ class Training:
             self.write(self.session.evaluate("test", self.test_sets))
         finally:
             self.task.load_state_dict(last)
-
-    def keep_time(self) -> None:
-        """Bring the run's clock up to now."""
-        self.state.time_s = time.monotonic() - self.started

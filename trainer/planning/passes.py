@@ -38,7 +38,9 @@ class Passes:
         self._training, self._steps = training, steps
         self._device = training.session.device
         self._step_module = training.step_module
-        self._gradients = Gradients(self._step_module, training.strategy.may_miss_gradients)
+        clip_norm = training.config.gradient_clip_norm
+        may_miss = training.strategy.may_miss_gradients
+        self._gradients = Gradients(self._step_module, training.optimizer, clip_norm, may_miss)
         self._ready: dict[int, Any] = {}
         self.parameters = [p for p in self._step_module.parameters() if p.requires_grad]
         self.order: list[int] = []
@@ -102,8 +104,9 @@ class Passes:
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             self._pass(self._step_module, batch, size, size)
-        for parameter in self.parameters:
-            storages.pop(parameter.untyped_storage().data_ptr(), None)
+        module = self._step_module
+        for tensor in (*module.parameters(), *module.buffers()):  # kept in any case
+            storages.pop(tensor.untyped_storage().data_ptr(), None)
         table = []
         for _ in range(_WARM_UP + self._steps):
             self._gradients.clear()
@@ -143,8 +146,8 @@ class Passes:
     def _update(self, gradients: Gradients) -> None:
         """Do what the loop does between the last backward and the next step."""
         training = self._training
-        if gradients.correct(training.scaler, training.optimizer):
-            gradients.clip(training.config.gradient_clip_norm, training.optimizer)
+        if gradients.correct(training.scaler):
+            gradients.clip()
             with training.schedule.scaled():
                 training.scaler.step(training.optimizer)
             training.scaler.update()
