@@ -25,13 +25,12 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from benchmarks.common import environment, scratch, table
 from benchmarks.nets import ConvTask, TextTask
 from benchmarks.networking.hosts import Network, Unavailable
+from benchmarks.resting import Chain
 from recipes.language_model import PythonTopics
 from recipes.mnist import MnistData
 from trainer import TaskModule, Trainer, compiling, distributed
@@ -84,51 +83,8 @@ class Text(Timed, TextTask):
     """The net of the language model recipe."""
 
 
-@torch.library.custom_op("benchmarks::rest", mutates_args=())
-def rest(inputs: Tensor, seconds: float) -> Tensor:
-    """Return the inputs after so many seconds; the backward takes twice as long."""
-    time.sleep(seconds)
-    return inputs.clone()
-
-
-@rest.register_fake
-def _(inputs: Tensor, seconds: float) -> Tensor:
-    return torch.empty_like(inputs)
-
-
-def _note_seconds(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
-    ctx.seconds = inputs[1]
-
-
-def _rest_twice(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return rest(grad, 2 * ctx.seconds), None
-
-
-rest.register_autograd(_rest_twice, setup_context=_note_seconds)
-
-
-class Chain(Timed):
-    """Equal layers in a row, whose gradients become ready one after the other."""
-
-    def __init__(self, compute_ms: float) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-        self.seconds = compute_ms / 1000 / LAYERS / 3
-
-    def forward(self, batch: Sequence[Tensor]) -> Tensor:
-        """Return the logits."""
-        hidden = batch[0]
-        for layer in self.layers:
-            hidden = rest(F.relu(layer(hidden)), self.seconds)
-        return hidden
-
-    def loss(self, outputs: Tensor, batch: Sequence[Tensor]) -> Tensor:
-        """Return the mean cross-entropy."""
-        return F.cross_entropy(outputs, batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return plain SGD, the cheapest there is."""
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+class Resting(Timed, Chain):
+    """The net of ``overlap``."""
 
 
 @contextmanager
@@ -250,10 +206,10 @@ def overlap(given: argparse.Namespace) -> list[list[str]]:
 def rank(given: argparse.Namespace) -> None:
     """Be a rank of ``overlap``."""
     size = 2 * 8 * (WARM_UP + given.steps)
-    samples = TensorDataset(torch.randn(size, WIDTH), torch.randint(10, (size,)))
+    samples = TensorDataset(torch.randn(size, 32), torch.randint(10, (size,)))
 
     def job() -> dict[str, list[Found]]:
-        make = lambda: Chain(given.compute_ms)  # noqa: E731
+        make = lambda: Resting(LAYERS, WIDTH, given.compute_ms)  # noqa: E731
         names, options = (EAGER, COMPILED, UNCUT), {"global_batch_size": 16}
         return take_turns(
             make,
@@ -303,6 +259,8 @@ def main() -> None:
     if given.mode == "rank":
         rank(given)
         return
+    if given.mode == "recipes" and given.rounds < 2:
+        parser.error("--rounds must be 2 or more: in the first, code is compiled for the others")
     measure, header = MODES[given.mode]
     try:
         with scratch() as given.folder, redirect_stdout(sys.stderr):

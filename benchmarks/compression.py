@@ -1,16 +1,16 @@
 """What compressed gradients gain on a slow network, and what they cost in loss.
 
     python -m benchmarks.compression              # both tables; ten minutes, as root
-    python -m benchmarks.compression --markdown   # the tables of docs/performance.md
+    python -m benchmarks.compression --markdown   # the same for a Markdown page
     python -m benchmarks.compression --only loss  # needs no root
 
 The recipes' nets, and a chain of linear layers that takes its time beside the processor
-(`benchmarks/networking`), are trained by the Trainer on two hosts whose network is as slow as is
-said. The hooks take turns in the same ranks: in every round each trains a
-fresh net for some steps, and the first of these do not count. A figure is the median over the
-rounds of the median step; a speed-up is formed within a round. Then each trains for as many samples
-as the others, from the same weights, and what counts is the loss, over the last tenth of the steps
-and on the data held out: the mean over the seeds, and the range.
+(`benchmarks/resting.py`), are trained by the Trainer on two hosts whose network is as slow as is
+said. The hooks take turns in the same ranks: in every round each trains a fresh net for some steps,
+and the first of these do not count. A figure is the median over the rounds of the median step; a
+speed-up is formed within a round. Then each trains for as many samples as the others, from the same
+weights, and what counts is the loss, over the last tenth of the steps and on the data held out: the
+mean over the seeds, and the range.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.common import environment, scratch, table
 from benchmarks.networking.hosts import Network
-from benchmarks.networking.steps import Chain
+from benchmarks.resting import Chain
 from recipes.language_model import ByteTransformer, PythonTopics
 from recipes.mnist import MnistData, MnistTask
 from trainer import DataModule, TaskModule, Trainer, distributed

@@ -26,6 +26,7 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.common import scratch, table
 from benchmarks.networking.hosts import Network
+from benchmarks.resting import rest
 from trainer import TaskModule, Trainer
 
 LAYERS, WIDTH = 8, 512  # 1 MiB of gradients each
@@ -35,28 +36,13 @@ BUCKET_CAP_MB = 2.0
 BOUND = 0.1  # of the relative error, on three and four hosts
 
 
-class _Accelerated(torch.autograd.Function):
-    """Takes time, and leaves the processor to others meanwhile."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        time.sleep(len(x) * SAMPLE_S)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        time.sleep(2 * len(grads[0]) * SAMPLE_S)
-        return grads[0]
-
-
 class Layer(nn.Linear):
     """A linear layer on a slow accelerator."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the activations."""
         # In backward the weight's gradient is there once the time is over.
-        activations: Tensor = _Accelerated.apply(super().forward(x)).relu()
-        return activations
+        return rest(super().forward(x), len(x) * SAMPLE_S).relu()
 
 
 class Task(TaskModule):

@@ -104,7 +104,7 @@ def buckets_of(net: Net) -> list[Bucket]:
     """Return DDP's buckets; they are the same for any number of GPUs."""
     parameters = [(count, torch.float32) for count, _ in net.parameters()]
     order = range(len(parameters))[::-1]
-    return bucket_layout(parameters, order, None, GPUS[-1])
+    return bucket_layout(parameters, order, None)
 
 
 NETS = (

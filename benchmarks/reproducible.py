@@ -5,9 +5,11 @@
 
 Both modes train with the same micro-batches and one thread per rank; a third contestant leaves
 ``micro_batch_size`` to the default, an even share per rank, and shows what the cut itself costs.
-They take turns in the same ranks. A run is a short and a long fit, and their difference gives the
-time of a step. A figure is the median over the rounds; a ratio is the median of the ratios within a
-round. The time is that on the wall, for communication is what is measured: use a quiet machine.
+They take turns in the same ranks. The clock is read when the net's ``forward`` is called in the
+first and after the last step that count, within one fit: so its start, its first log event and its
+last checkpoint do not count. A figure is the median over the rounds; a ratio is the median of the
+ratios within a round. The time is that on the wall, for communication is what is measured: use a
+quiet machine.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from trainer.config import TrainerConfig
 from trainer.launcher import launch
 
 GLOBAL_BATCH, MICRO_BATCH = 128, 32
+WARM_UP, LOG_EVERY = 30, 20  # steps
 DEFAULT = "default"
 CONTESTANTS: dict[str, dict[str, Any]] = {
     DEFAULT: {"micro_batch_size": MICRO_BATCH},
@@ -44,37 +47,49 @@ def wide() -> TaskModule:
 
 
 def measure(
-    task: Callable[[], TaskModule], data: Any, steps: tuple[int, int], rounds: int
+    task: Callable[[], TaskModule], data: Any, steps: int, rounds: int
 ) -> dict[str, list[float]]:
-    """Return the seconds per step of each contestant in each round; called on every rank."""
+    """Return the seconds per step of each contestant in each round; called on every rank.
+
+    Args:
+        task: Makes the net.
+        data: The samples.
+        steps: That count, of each fit.
+        rounds: In which each contestant trains once.
+    """
     found: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
     for number in range(-1, rounds):
         for name, options in CONTESTANTS.items():
-            seconds = [_seconds(task(), data, count, options) for count in steps]
+            seconds = _seconds(task(), data, steps, options)
             if number >= 0:  # the round before the first one warms up
-                found[name].append((seconds[1] - seconds[0]) / (steps[1] - steps[0]))
+                found[name].append(seconds / steps)
     return found
 
 
 def _seconds(task: TaskModule, data: Any, steps: int, options: dict[str, Any]) -> float:
+    """Return the seconds that so many steps take after those that warm up."""
+    begun: dict[int, float] = {}  # when the first forward after so many steps began
+
+    def note(*_: Any) -> None:
+        begun.setdefault(task.run.step, time.perf_counter())
+
+    task.register_forward_pre_hook(note)
+    gc.collect()
     with scratch() as folder:
-        trainer = Trainer(
+        Trainer(
             accelerator="cpu",
             devices=distributed.world_size(),
             global_batch_size=GLOBAL_BATCH,
-            max_steps=steps,
+            max_steps=WARM_UP + steps + 1,
+            log_every_n_steps=LOG_EVERY,
             num_threads=1,
             callbacks=False,
             logger=False,
             run_dir=distributed.broadcast_object(str(folder)),
             **options,
-        )
-        gc.collect()
+        ).fit(task, train=data)
         distributed.barrier()
-        start = time.perf_counter()
-        trainer.fit(task, train=data)
-        distributed.barrier()
-        return time.perf_counter() - start
+    return begun[WARM_UP + steps] - begun[WARM_UP]
 
 
 def main() -> None:
@@ -82,20 +97,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--scale", type=float, default=1, help="stretches the runs")
+    parser.add_argument("--steps", type=int, default=2 * LOG_EVERY, help="that count, in each")
     parser.add_argument("--markdown", action="store_true")
     args = parser.parse_args()
-    samples = TensorDataset(torch.randn(8192, 1000), torch.randint(1000, (8192,)))
-    work: dict[str, tuple[Callable[[], TaskModule], Any, tuple[int, int]]] = {
-        "MNIST net": (ConvTask, MnistData().train, (4, 40)),
-        "wide MLP": (wide, samples, (4, 30)),
+    size = GLOBAL_BATCH * (WARM_UP + args.steps + 1)
+    samples = TensorDataset(torch.randn(size, 1000), torch.randint(1000, (size,)))
+    work: dict[str, tuple[Callable[[], TaskModule], Any]] = {
+        "MNIST net": (ConvTask, MnistData().train),
+        "wide MLP": (wide, samples),
     }
     rows = []
     for count in args.ranks:
-        for name, (task, data, (short, long)) in work.items():
+        for name, (task, data) in work.items():
             config = TrainerConfig(devices=count, accelerator="cpu", num_threads=1)
-            steps = (short, short + round((long - short) * args.scale))
-            found = launch(measure, task, data, steps, args.rounds, config=config)
+            found = launch(measure, task, data, args.steps, args.rounds, config=config)
             assert found is not None
             ratios = {
                 other: [a / b for a, b in zip(found[other], found[DEFAULT], strict=True)]

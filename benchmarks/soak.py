@@ -36,6 +36,7 @@ from benchmarks.soaking.fault import Fault
 from benchmarks.soaking.running import Broken, Ended
 
 FAULTS = [*kills.FAULTS, *stops.FAULTS, *hangs.FAULTS, *storage.FAULTS, *crowd.FAULTS]
+MOMENTS = sorted({moment for fault in FAULTS for moment in fault.moments if moment})
 _NAMESPACE = "SOAK_NAMESPACE"
 _LINES_SHOWN = 20
 
@@ -156,11 +157,14 @@ def main() -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--faults", nargs="+", default=[""], help="rows whose names begin so")
     which.add_argument("--only", choices=[fault.name for fault in FAULTS], metavar="ROW")
-    parser.add_argument("--moment", help="only at this one")
+    parser.add_argument("--moment", choices=MOMENTS, metavar="MOMENT", help="only at this one")
     parser.add_argument("--times", type=int, help="how often each")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--markdown", action="store_true")
     args = parser.parse_args()
+    for start in args.faults:
+        if not any(fault.name.startswith(start) for fault in FAULTS):
+            parser.error(f"no row's name begins with {start!r}")
     _enter_namespace()
     chosen = [
         fault
@@ -171,6 +175,8 @@ def main() -> None:
         if fault.needs_mount and _NAMESPACE not in os.environ:
             print(f"{fault.name}: left out, for only root can mount a small disk", file=sys.stderr)
     chosen = [fault for fault in chosen if not fault.needs_mount or _NAMESPACE in os.environ]
+    if not any(args.moment in (None, *fault.moments) for fault in chosen):
+        parser.error("nothing is left to try: the rows have no such moment, or need root")
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     rows = soak(chosen, args.times, args.seed, args.moment, folder)
     print(report(rows, args.markdown), restarts(rows), sep="\n\n")

@@ -14,6 +14,7 @@ import random
 import shutil
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -128,14 +129,22 @@ def _killed(run_dir: Path, moment: int, act: Callable[..., Any]) -> tuple[int, i
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        signal.alarm(60)
-        with interfering(run_dir, Killing(moment).before), redirect_stderr(io.StringIO()):
-            act(run_dir, lambda number: os.write(writing, b"."))
-        os._exit(0)
+        code = 1
+        try:
+            signal.alarm(60)
+            with interfering(run_dir, Killing(moment).before), redirect_stderr(io.StringIO()):
+                act(run_dir, lambda number: os.write(writing, b"."))
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
     os.close(writing)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     completed = len(os.read(reading, 100))
     os.close(reading)
+    if status > 0:
+        raise RuntimeError("the process failed before it was killed; it has printed why")
     return status, completed
 
 

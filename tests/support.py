@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,12 +58,47 @@ class TokenRegression(Regression):
         return WeightedLoss((errors * batch[2]).sum(), batch[2].sum())
 
 
+class Sleeper(Regression):
+    """Takes its time: in each forward by rank, in the middle of a backward, before an update."""
+
+    def __init__(self, *forward_s: float, backward_s: float = 0, update_s: float = 0) -> None:
+        super().__init__()
+        self.forward_s, self.backward_s, self.update_s = forward_s, backward_s, update_s
+
+    def forward(self, batch: Any) -> Tensor:
+        time.sleep(self.forward_s[self.run.rank])
+        first, activation, last = self.net
+        hidden = activation(first(batch[0]))
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: time.sleep(self.backward_s))
+        result: Tensor = last(hidden).squeeze(1)
+        return result
+
+    def before_optimizer_step(self) -> None:
+        time.sleep(self.update_s)
+
+
 def samples(count: int, dtype: torch.dtype = torch.float64) -> TensorDataset:
     """``count`` samples ``(x, y)``."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(count, 3, generator=generator, dtype=torch.float64)
     y = x.sum(dim=1).sin() + torch.arange(count) / 10
     return TensorDataset(x.to(dtype), y.to(dtype))
+
+
+class SlowSamples(Dataset[Any]):
+    """``count`` samples ``(x, y)``, for each of which a rank takes its time."""
+
+    def __init__(self, count: int, *seconds: float) -> None:
+        self.samples = samples(count)
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.seconds[distributed.rank()])
+        return self.samples[index]
 
 
 def weighted_samples(weights: Sequence[float]) -> TensorDataset:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainer
-from trainer import Trainer, WeightedLoss, distributed, gradients, lazy_dynamo, stopping
+from trainer import Trainer, WeightedLoss, distributed, gradients, lazy_dynamo, logbook, stopping
 from trainer.flight_recorder import Collective, recorded
 from trainer.watch import watch
 
@@ -68,6 +68,14 @@ class Watched(Regression):
         weight = 1.5 + self.run.step % 3
         self.log("output", outputs.mean())
         return WeightedLoss(((outputs - batch[1]) ** 2).sum() * weight, len(outputs) * weight)
+
+
+class LogsOften(Watched):
+    """Logs a value that now is a number of the host, now one of the device."""
+
+    def loss(self, outputs: Tensor, batch: Any) -> WeightedLoss:
+        self.log("mixed", outputs.mean() if self.run.step % 2 else 1.0)
+        return super().loss(outputs, batch)
 
 
 def train(task: Watched, run_dir: Path, **options: Any) -> None:
@@ -170,8 +178,9 @@ def test_the_host_waits_for_nothing_that_the_device_computes(
 ) -> None:
     """Meta tensors take the place of a device's: they have no numbers, and reading one raises."""
     monkeypatch.setattr(distributed, "device", lambda kind: torch.device("meta"))
+    monkeypatch.setattr(logbook, "STACK_AFTER", 3)  # as after many micro-batches
     copies = HostCopies()
-    task = Watched(then_stop(copies))
+    task = LogsOften(then_stop(copies))
     with pytest.raises(EnoughError):  # before the first log event, for that reads
         train(task, tmp_path, log_every_n_steps=100, gradient_clip_norm=1.0)
     assert next(task.parameters()).is_meta
@@ -218,7 +227,8 @@ def count(run_dir: Path) -> Counted:
         train(Watched(sent[name]), run_dir / name, **options)
     # Here the tensors are in the host's memory, where it may read what costs it no wait.
     gradients._is_slow_to_read = lambda number: True
-    train(Watched(reads), run_dir / "reads")
+    logbook.STACK_AFTER = 3
+    train(LogsOften(reads), run_dir / "reads")
     return Counted(calls, reads.found, sent)
 
 

@@ -116,6 +116,32 @@ def test_values_of_different_formats_are_not_rounded_to_a_common_one() -> None:
     assert book.reduce() == {"a": (many + 3) / 3}
 
 
+@pytest.mark.parametrize("stack_after", [3, 1024])
+def test_values_of_the_host_and_of_a_device_are_told_apart(
+    stack_after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two kinds of values and of weights, of which some do not count."""
+    monkeypatch.setattr(logbook, "STACK_AFTER", stack_after)
+    book, total, weight = Logbook(), 0, 0
+    for number in range(10):
+        value: Any = math.nan if number % 4 == 0 else float(number)
+        size: Any = number % 4
+        total += number * size
+        weight += size
+        book.begin(number, number, 1)
+        value = torch.tensor(value, dtype=torch.float64)
+        book.add_loss(value, torch.tensor(size) if number % 3 else size, is_total=False)
+        book.add("a", value if number % 2 else float(value), weight=size)
+    book.check_finite()
+    assert book.reduce() == {"loss": total / weight, "a": total / weight}
+    for number in range(5):
+        book.begin(number, 10 * number, 1)
+        size = 1.0 if number % 2 else torch.tensor(1.0)
+        book.add_loss(torch.tensor(math.nan if number >= 3 else 1.0), size, is_total=False)
+    with pytest.raises(FloatingPointError, match="first at step 3"):
+        book.check_finite()
+
+
 def test_pending_values_survive_a_checkpoint() -> None:
     book, further, file = Logbook(), Logbook(), io.BytesIO()
     for value in (0.1, 0.2, 1e20):

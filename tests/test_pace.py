@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -10,9 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import Regression, fit, on_ranks, samples
-from torch import Tensor
-from torch.utils.data import Dataset
+from support import Regression, Sleeper, SlowSamples, fit, on_ranks, samples
 
 from trainer import Callback, distributed
 from trainer.logbook import Logbook
@@ -35,53 +32,16 @@ class Seen(Callback):
         )
 
 
-class SlowForward(Regression):
-    """Rank 1 needs 20 ms more in every forward."""
-
-    def forward(self, batch: Any) -> Tensor:
-        time.sleep(0.02 * (self.run.rank == 1))
-        return super().forward(batch)
-
-
-class SlowLoading(Dataset[Any]):
-    """Rank 2 needs 20 ms more for its sample."""
-
-    def __init__(self) -> None:
-        self.samples = samples(60)
-
-    def __len__(self) -> int:
-        return 60
-
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(0.02 * (distributed.rank() == 2))
-        return self.samples[index]
-
-
-class Sleeper(Regression):
-    """Needs 10 ms for a forward, 20 in the middle of a backward and 5 for the optimizer."""
-
-    def forward(self, batch: Any) -> Tensor:
-        time.sleep(0.01)
-        first, activation, last = self.net
-        hidden = activation(first(batch[0]))
-        if hidden.requires_grad:
-            hidden.register_hook(lambda _: time.sleep(0.02))
-        result: Tensor = last(hidden).squeeze(1)
-        return result
-
-    def before_optimizer_step(self) -> None:
-        time.sleep(0.005)
-
-
 def fits(folder: Path) -> list[list[dict[str, float]]]:
     """The log events of each fit, without the first: some things only the first steps need."""
     found = []
+    asleep = Sleeper(0.01, 0.01, 0.01, backward_s=0.02, update_s=0.005)
     slow_network = {"_target_": "slow_network.SlowNetwork", "seconds": 0.03, "bucket_cap_mb": 1e-6}
     for number, (task, train, strategy) in enumerate(
         [
-            (SlowForward(), samples(60), "ddp"),
-            (Regression(), SlowLoading(), "ddp"),
-            (Sleeper(), samples(60), slow_network),
+            (Sleeper(0, 0.02, 0), samples(60), "ddp"),
+            (Regression(), SlowSamples(60, 0, 0, 0.02), "ddp"),
+            (asleep, samples(60), slow_network),
         ]
     ):
         seen = Seen()
@@ -106,14 +66,27 @@ def usual(events: list[dict[str, float]]) -> dict[str, float]:
     return {name: median(event[name] for event in events) for name in events[0]}
 
 
-def logged(own: list[float], times: StepTimes | None, comm: CommTimes | None) -> dict[str, float]:
+def logged(
+    own: list[float], times: StepTimes | None, comm: CommTimes | None, pace: Pace | None = None
+) -> dict[str, float]:
     """What is logged where this rank measures this."""
-    pace = Pace(CPU)
-    pace._clock.take = lambda: (np.array(own), times)  # type: ignore[method-assign]
+    pace = Pace(CPU) if pace is None else pace
+    has_waited = False
+
+    def measure() -> Any:
+        nonlocal has_waited
+        has_waited = True
+        return np.array(own), times
+
+    def take_comm_times() -> CommTimes | None:
+        assert has_waited, "a strategy's events are not there yet"
+        return comm
+
+    pace._clock.take = measure  # type: ignore[method-assign]
     logbook = Logbook()
     logbook.begin(1, 0, 1)
     logbook.add(f"of {distributed.rank()}", 2.0)  # the others do not know this name
-    table = pace.table(comm)
+    table = pace.table(take_comm_times)
     logbook.reduce(beside=table)
     return pace.measured(table)
 
@@ -132,10 +105,25 @@ def slow_backward() -> dict[str, float]:
     )
 
 
+def now_and_then() -> list[list[str]]:
+    """The names of what is logged where a strategy tells communication in the second interval."""
+    pace, times = Pace(CPU), StepTimes(0.03, 0.001, 0.001, 0.027, 0.001)
+    found = [
+        logged([0.002] * 10, times, comm, pace) for comm in (None, CommTimes(0.005, 0.003), None)
+    ]
+    return [[name.removeprefix("perf/") for name in event] for event in found]
+
+
 def test_on_three_ranks(tmp_path: Path) -> None:
-    (*slow, asleep), turns, uneven = on_ranks(
-        3, lambda: (fits(tmp_path), taking_turns(), slow_backward())
+    (*slow, asleep), turns, uneven, (never, known, lacking) = on_ranks(
+        3, lambda: (fits(tmp_path), taking_turns(), slow_backward(), now_and_then())
     )[0]
+    # What the network takes is in backward always, or never.
+    waits = ["wait_ms", "slowest_rank", "slowest_by_ms"]
+    assert never == ["step_ms", "data_ms", "forward_ms", "backward_ms", "optimizer_ms", *waits]
+    assert known == [*never, "comm_ms", "comm_hidden_ms"]
+    assert lacking == ["step_ms", "data_ms", "forward_ms", "optimizer_ms"]
+
     slow_forward, slow_loading = map(usual, slow)
     assert slow_forward["perf/slowest_rank"] == 1
     assert slow_loading["perf/slowest_rank"] == 2

@@ -1,5 +1,6 @@
 """What is large is in memory once for all ranks of a machine, however they were started."""
 
+import os
 import sys
 from typing import Any
 
@@ -58,6 +59,16 @@ def test_ranks_share_tensors_and_arrays(monkeypatch: pytest.MonkeyPatch, method:
         assert found["parts"] == ["before", "launch", "join"]
         if method == "fresh":
             assert not found["compiler"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="writes to /dev/full")
+def test_a_full_disk_is_told_from_what_cannot_be_pickled() -> None:
+    with pytest.raises(OSError, match=r"cannot be written to /dev/full.*No space.*set TMPDIR"):
+        send([torch.ones(MANY), np.ones(MANY)], "/dev/full")
+    with pytest.raises(OSError, match="set TMPDIR"):
+        send(["small"], "/dev/full")
+    with pytest.raises(ValueError, match=r"cannot be sent to the ranks: .*make it picklable"):
+        send([torch.ones(MANY), (number for number in range(3))], os.devnull)
 
 
 def test_arrays_arrive_as_they_were(tmp_path: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -86,7 +87,8 @@ class Device:
                 assert enable_timing
                 device.num_events += 1
 
-            def record(self) -> None:
+            def record(self, stream: Any) -> None:
+                assert stream is device, "of another device"
                 self.time = max(device.done, rank.now)
 
             def elapsed_time(self, end: Event) -> float:
@@ -136,6 +138,34 @@ def test_a_device_that_computes_behind_the_host(
     device.steps(3, loading=0.5)
     assert clock.take()[1] is not None
 
+    num_events = device.num_events
+    rank.do(Phase.FINISHING, 1.0)  # the end of this fit
+    assert rank.watch.on_enter is None
+    device.steps(9, loading=0.5)
+    assert device.num_events == num_events
+    clock.take()  # as if it went on
     StepClock(CPU)  # a later fit
     device.steps(9, loading=0.5)
-    assert device.num_events == 15
+    assert device.num_events == num_events
+
+
+def test_an_evaluation_before_the_step_to_time_leaves_no_events(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device(rank, monkeypatch)
+    clock = StepClock(torch.device("cuda"))
+    device.steps(1, loading=0.5)
+    clock.take()
+    for _ in range(3):  # each step is logged
+        for _ in range(10):
+            for phase in (Phase.EVALUATION_LOADING, Phase.VALIDATION):
+                rank.do(phase, 0.5)
+        assert device.num_events == 0
+        device.steps(1, loading=0.5)
+        assert device.num_events == 5
+        assert rank.watch.on_enter is None, "nothing is left to time"
+        times = clock.take()[1]
+        assert times is not None
+        assert times.forward == pytest.approx(2.5)
+        assert times.optimizer == pytest.approx(1)
+        device.num_events = 0

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import Regression, fit, on_ranks, samples
-from torch import Tensor, nn
-from torch.utils.data import Dataset
+from support import Regression, Sleeper, SlowSamples, fit, on_ranks, samples
+from torch import nn
 
 from trainer import Callback, distributed
 from trainer.config import TrainerConfig
@@ -135,32 +133,6 @@ def test_faster_computing(
 # --- real ranks -----------------------------------------------------------------------------------
 
 
-class Sleeper(Regression):
-    """Sleeps in each forward, on each rank."""
-
-    def __init__(self, *seconds: float) -> None:
-        super().__init__()
-        self.seconds = seconds
-
-    def forward(self, batch: Any) -> Tensor:
-        time.sleep(self.seconds[self.run.rank])
-        return super().forward(batch)
-
-
-class Slow(Dataset[Any]):
-    """Needs 10 ms for a sample."""
-
-    def __init__(self) -> None:
-        self.samples = samples(60)
-
-    def __len__(self) -> int:
-        return 60
-
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(0.01)
-        return self.samples[index]
-
-
 class Judge(Callback):
     line: str | None = None
 
@@ -179,7 +151,7 @@ def judged(folder: Path) -> dict[str, str]:
     slow_network = {"_target_": "slow_network.SlowNetwork", "seconds": 0.03}
     found = {}
     for limit, task, train, strategy in (
-        ("data", Regression(), Slow(), "ddp"),
+        ("data", Regression(), SlowSamples(60, 0.01, 0.01), "ddp"),
         ("communication", Regression(), samples(60), slow_network),
         ("imbalance", Sleeper(0.001, 0.041), samples(60), "ddp"),
         ("compute", Sleeper(0.06, 0.06), samples(60), "ddp"),

@@ -27,12 +27,12 @@ from trainer import distributed
 from trainer.config import TrainerConfig
 from trainer.lazy_dynamo import load_dynamo
 from trainer.messages import listed
+from trainer.strategies.bucket_size import TORCHS_FIRST_MB, TORCHS_OWN_MB
 from trainer.task import TaskModule
 
 BACKEND = "inductor"
 
 _MIB = 2**20
-_FIRST_BUCKET, _BUCKET = 1.0, 25.0  # MiB: what DDP chooses
 _MOST_SHAPES = 64  # that have code of their own
 
 Backend = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
@@ -129,14 +129,14 @@ def _cutting(backend: Backend, config: TrainerConfig) -> Backend:
     if distributed.world_size() == 1 and not config.reproducible:
         return backend
     size = config.bucket_cap_mb
-    most = size if isinstance(size, float) and not config.reproducible else _BUCKET
+    most = size if isinstance(size, float) and not config.reproducible else TORCHS_OWN_MB
 
     def compile_parts(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         from torch._dynamo.backends.distributed import DDPOptimizer
 
         if not torch.is_grad_enabled():
             return backend(graph, inputs)
-        first = min(most, _FIRST_BUCKET)
+        first = min(most, TORCHS_FIRST_MB)
         cutter = DDPOptimizer(int(most * _MIB), backend, first_bucket_cap=int(first * _MIB))
         return cutter.compile_fn(graph, inputs)
 

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypeAlias
 
 import torch
 
 from trainer import distributed
 from trainer.exact_sum import ExactSum, pack, unpack
 
-# Values of one name that are kept apart before they are stacked into one tensor on their device.
+# Values of one name that are kept apart before they are stacked into few tensors where they are.
 STACK_AFTER = 1024
+
+# Numbers of several places: of each its tensor, and where in the order its numbers are.
+_Stack: TypeAlias = list[tuple[list[int], torch.Tensor]]
 _NOTHING = (ExactSum(), ExactSum())
 
 
@@ -36,11 +40,10 @@ class Logbook:
     def __init__(self) -> None:
         self.has_weight = False
         self.place = (0, 0)
-        # Per name: the values that came since the last stack, their weights, and the stacks, of
-        # shape (2, values): value times weight, and weight.
+        # Per name: values since the last stack, their weights, and the stacks of both.
         self._values: dict[str, list[torch.Tensor | float]] = defaultdict(list)
         self._weights: dict[str, list[torch.Tensor | float]] = defaultdict(list)
-        self._stacks: dict[str, list[torch.Tensor]] = defaultdict(list)
+        self._stacks: dict[str, list[tuple[_Stack, _Stack]]] = defaultdict(list)
         self._restored: dict[str, tuple[ExactSum, ExactSum]] = {}
         self._names: list[str] = []  # agreed by all ranks
         self._num_samples = 0
@@ -174,18 +177,22 @@ class Logbook:
 
     def _stack(self, name: str) -> None:
         if name in self._values:
-            values = _stacked(self._values.pop(name))
-            weights = _stacked(self._weights.pop(name)).to(values.device)
+            stacks = _stacked(self._values.pop(name)), _stacked(self._weights.pop(name))
+            self._stacks[name].append(stacks)
+
+    def _read(self, name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield this rank's values times weights, and weights, in order; waits for the device."""
+        self._stack(name)
+        for values, weights in (map(_joined, stacks) for stacks in self._stacks.get(name, ())):
             # A weight of 0 means that the value does not count, not even if it is NaN.
-            products = torch.where(weights == 0, 0.0, values * weights)
-            self._stacks[name].append(torch.stack([products, weights]))
+            yield torch.where(weights == 0, 0.0, values * weights), weights
 
     def _sum(self, name: str) -> tuple[ExactSum, ExactSum]:
         """Add up this rank's values times weights, and weights."""
-        self._stack(name)
         total, weight = self._restored.get(name, _NOTHING)
-        for products, weights in (stack.cpu().numpy() for stack in self._stacks.get(name, ())):
-            total, weight = total + ExactSum.of(products), weight + ExactSum.of(weights)
+        for products, weights in self._read(name):
+            total += ExactSum.of(products.numpy())
+            weight += ExactSum.of(weights.numpy())
         return total, weight
 
     def _shared(self, beside: torch.Tensor | None = None) -> dict[str, tuple[ExactSum, ExactSum]]:
@@ -222,8 +229,7 @@ class Logbook:
     def _first_not_finite(self) -> tuple[int, int, int] | None:
         if not self._loss_places:
             return None
-        self._stack("loss")
-        finite = torch.cat([products.isfinite() for products, _ in self._stacks["loss"]])
+        finite = torch.cat([products.isfinite() for products, _ in self._read("loss")])
         if bool(finite.all()):
             return None
         return self._loss_places[int(finite.logical_not().nonzero()[0])]
@@ -242,13 +248,28 @@ class Logbook:
         )
 
 
-def _stacked(values: list[torch.Tensor | float]) -> torch.Tensor:
-    """Return the values as float64, on the device of the first tensor among them."""
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    if not tensors:
-        return torch.tensor(values, dtype=torch.float64)
-    device = tensors[0].device
-    if len(tensors) < len(values) or len({(t.dtype, t.device) for t in tensors}) > 1:
+def _stacked(numbers: list[torch.Tensor | float]) -> _Stack:
+    """Put the numbers of each place into one tensor there, as float64."""
+    places: dict[torch.device | None, list[int]] = defaultdict(list)
+    for place, number in enumerate(numbers):
+        places[number.device if isinstance(number, torch.Tensor) else None].append(place)
+    return [(own, _on_one_device([numbers[place] for place in own])) for own in places.values()]
+
+
+def _on_one_device(numbers: list[Any]) -> torch.Tensor:
+    if not isinstance(numbers[0], torch.Tensor):
+        return torch.tensor(numbers, dtype=torch.float64)
+    if len({number.dtype for number in numbers}) > 1:
         # Each by itself: in a common format some would be rounded.
-        tensors = [torch.as_tensor(v, dtype=torch.float64, device=device) for v in values]
-    return torch.stack(tensors).to(torch.float64)
+        numbers = [number.to(torch.float64) for number in numbers]
+    return torch.stack(numbers).to(torch.float64)
+
+
+def _joined(stack: _Stack) -> torch.Tensor:
+    """Return all numbers of a stack in their order, on the host."""
+    if len(stack) == 1:
+        return stack[0][1].cpu()
+    joined = torch.empty(sum(len(places) for places, _ in stack), dtype=torch.float64)
+    for places, numbers in stack:
+        joined[places] = numbers.cpu()
+    return joined

@@ -8,6 +8,8 @@ measured travels with what is logged, in the same collective.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -28,20 +30,23 @@ class Pace:
         self._clock = StepClock(device)
         self._times: StepTimes | None = None
         self._knows_comm = False
+        self._tells_comm = False  # in some intervals
         self._column_steps = np.zeros(0)  # how many steps go together in each column
 
-    def table(self, comm: CommTimes | None) -> torch.Tensor | None:
+    def table(self, take_comm_times: Callable[[], CommTimes | None]) -> torch.Tensor | None:
         """Return what this rank has measured since the last call, to be summed over the ranks.
 
         Args:
-            comm: What communication took on this rank; None if that is not known, on any rank.
+            take_comm_times: The strategy's; called when the host has waited for the device.
 
         Returns:
             Nanoseconds as int64, a row per rank: loading and forward of each step, then the means.
             None for one rank alone.
         """
         own, self._times = self._clock.take()
+        comm = take_comm_times()
         self._knows_comm = comm is not None
+        self._tells_comm |= self._knows_comm
         if distributed.world_size() == 1:
             return None
         columns = min(len(own), _MOST_COLUMNS)
@@ -58,7 +63,8 @@ class Pace:
         """Return the values to log, named ``perf/...``; those that are not known are left out.
 
         Times are means over the ranks. What the ranks wait for the slowest of each step is no
-        communication, so it is taken out there.
+        communication, so it is taken out there. Where communication is known in other intervals,
+        but not in this one, what is reckoned with it is left out, too.
 
         Args:
             table: What `table` returned, summed over the ranks.
@@ -69,6 +75,10 @@ class Pace:
             return {n: 1000 * s for n, s in zip(_NAMES, self._times, strict=True)}
         millis = table.numpy() / 1e6
         own, times, comm = np.split(millis, [-_NUM_MEANS, -len(CommTimes._fields)], axis=1)
+        if self._tells_comm and not self._knows_comm:
+            values = dict(zip(_NAMES, times.mean(axis=0).tolist(), strict=True))
+            del values["perf/backward_ms"]  # has all waiting in it
+            return values
         exposed = comm[:, 0] - comm[:, 1]
         *_, backward, optimizer = times.T
         backward[:] = np.maximum(backward - exposed, 0.0)

@@ -32,7 +32,7 @@ from trainer.attempt import Attempt
 from trainer.compiling import renew_threads
 from trainer.failures import Failure, RankError
 from trainer.lazy_dynamo import defer_dynamo
-from trainer.sending import receive
+from trainer.sending import MAKE_ROOM, receive, refused_by_system
 from trainer.watch import Phase, watch
 
 _TEARDOWN_S = 10  # when all is done; NCCL's can hang
@@ -149,12 +149,12 @@ def _run_rank(number: int, group: Group, load: Callable[[], Work]) -> None:
             try:
                 _write_result(result, group)
             except (OSError, RuntimeError) as error:
-                reason = error if isinstance(error, OSError) else error.__context__
-                if not isinstance(reason, OSError):  # which torch's writer turns into the other
+                reason = refused_by_system(error)
+                if reason is None:
                     raise
                 raise RankError(
-                    f"the result of rank 0 cannot be written to {group.folder}: {reason}; make "
-                    "room there, or set TMPDIR to a folder that has more"
+                    f"the result of rank 0 cannot be written to {group.folder}: {reason}; "
+                    f"{MAKE_ROOM}"
                 ) from error
         flush()
         _wait_for_all(store, group.world_size)

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+MAKE_ROOM = "make room there, or set TMPDIR to a folder that has more"
+
 _LARGE = 1 << 20  # bytes of an array
 
 
@@ -22,6 +24,7 @@ def send(work: object, path: str) -> None:
 
     Raises:
         ValueError: If it cannot be pickled.
+        OSError: If it cannot be written.
     """
     import cloudpickle
 
@@ -33,13 +36,27 @@ def send(work: object, path: str) -> None:
 
     module = SimpleNamespace(__name__=__name__, Pickler=Pickler)  # where torch looks for it
     try:
-        torch.save(work, path, module, pickle.HIGHEST_PROTOCOL)
+        with open(path, "wb") as file:
+            torch.save(work, file, module, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
+        reason = refused_by_system(error)
+        if reason is not None:
+            raise OSError(
+                "the task, the data and other arguments cannot be written to "
+                f"{path}, where the ranks would read them: {reason}; {MAKE_ROOM}"
+            ) from error
         raise ValueError(
             f"the task, the data or another argument cannot be sent to the ranks: {error}; "
             "make it picklable (open files and locks where they are used, say), or start the "
             "ranks before CUDA is used in this process, so that they can be forked"
         ) from error
+
+
+def refused_by_system(error: Exception) -> OSError | None:
+    """Return why the system did not write, if that is why `torch.save` failed."""
+    # Torch's writer makes a RuntimeError of it.
+    reason = error.__context__ if isinstance(error, RuntimeError) else error
+    return reason if isinstance(reason, OSError) else None
 
 
 def receive(path: str) -> Any:

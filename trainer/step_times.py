@@ -54,7 +54,7 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         """Get ready to measure on ``device``."""
         self._marks = None if device.type == "cpu" else DeviceMarks(device)
-        watch.on_enter = None if self._marks is None else self._marks.enter
+        watch.on_enter = None  # an earlier fit's
 
     def take(self) -> tuple[Floats, StepTimes | None]:
         """Return what was measured since the last call; to be called while logging.
@@ -82,7 +82,10 @@ class StepClock:
 
 
 class DeviceMarks:
-    """Events in the stream of an accelerator, where the phases of one step begin."""
+    """Events in the stream of an accelerator, where the phases of one step begin.
+
+    The `watch` calls only while there is a step to time.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -92,13 +95,15 @@ class DeviceMarks:
     def enter(self, phase: Phase) -> None:
         """Mark where ``phase`` begins, if it belongs to the step to time or ends it."""
         is_over = watch.step == self._step
-        if not is_over and watch.step + 1 != self._step:
-            return
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        self._events.append((phase, event))
+        belongs = watch.step + 1 == self._step and Phase.LOADING <= phase <= Phase.OPTIMIZER
+        if is_over or belongs:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._device))
+            self._events.append((phase, event))
         if is_over:
             self._step = _NEVER
+        if is_over or phase is Phase.FINISHING:  # in which it will not come any more
+            watch.on_enter = None
 
     def take(self, parts: Floats) -> StepTimes | None:
         """Wait for the device, as whoever logs does anyhow, and return what it has done.
@@ -111,6 +116,7 @@ class DeviceMarks:
         events, self._events = self._events, []
         is_timed = bool(events) and self._step == _NEVER
         self._step = watch.step + len(parts)  # the next one that is logged, so at no cost
+        watch.on_enter = self.enter
         if not is_timed:
             return None
         totals = [0.0] * len(Phase)

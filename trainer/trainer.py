@@ -228,7 +228,8 @@ class Training:
                 if state.step_in_epoch == self.batches.steps_per_epoch:
                     self.end_epoch()
                 self.after_step()
-                startup.end(config)  # the first step may have taken long
+                distributed.shorten_timeouts()  # the first step may have taken long
+                startup.end(config)
                 if self.stop_reason is not None:
                     break
             else:
@@ -294,7 +295,7 @@ class Training:
         watch.enter(Phase.LOGGING)
         is_first = self.state.logged_step == 0
         self.state.logged_step = self.state.step
-        pace = self.pace.table(self.strategy.take_comm_times())
+        pace = self.pace.table(self.strategy.take_comm_times)
         logged = self.logbook.reduce(beside=pace)
         means = metrics.merged(logged, metrics.compute(self.train_metrics))
         values = {f"train/{name}": v for name, v in means.items()} | self.pace.measured(pace)

@@ -4,7 +4,8 @@ Floating-point sums depend on their order. So the micro-batches of a global batc
 one binary tree, which halves their list again and again, and gradients are added along it. A rank
 has the leaves below one node (`GlobalBatchPlan.block`) and adds those up here, like a binary
 counter: two sums become one as soon as both are there, so that few are kept, log2 of the number of
-leaves at most. The levels above the ranks are added up where the ranks meet (``comm_hooks.py``).
+leaves at most. The levels above the ranks are added up where the ranks meet, in
+``tree_reduction.py``.
 
 A leaf that is missing, at the end of an epoch or because a parameter was not used, counts as +0.
 Adding +0 changes nothing but the sign of a zero, so missing leaves are left out here, and +0 is

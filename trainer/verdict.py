@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from trainer.run import Run
+from trainer.strategies.bucket_size import TORCHS_FIRST_MB
 
 _WARM_UP_STEPS = 10  # caches fill, DDP settles its buckets
 _LEAST_STEPS = 20  # to tell anything from
@@ -20,7 +21,7 @@ _LEAST_SHARE = 0.2  # of a step, for a wait to be named; else it is computing th
 
 
 class Verdict:
-    """Adds up the ``perf/`` values of a run's log events, from the second on."""
+    """Adds up the ``perf/`` values of a run's log events, but those with its first steps."""
 
     def __init__(self, run: Run) -> None:
         """Begin where ``run`` is."""
@@ -103,7 +104,7 @@ def _less_communication(run: Run) -> list[str]:
 def _is_large(run: Run) -> bool:
     """Whether gradients fill more than DDP's first bucket: else there is little to gain by size."""
     sizes = (p.numel() * p.element_size() for p in run.task.parameters() if p.requires_grad)
-    return sum(sizes) > 2**20
+    return sum(sizes) > TORCHS_FIRST_MB * 2**20
 
 
 def _faster_computing(run: Run) -> list[str]:

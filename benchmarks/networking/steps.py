@@ -1,8 +1,8 @@
 """How long a step takes in a network, by a hand-written DDP loop and by the Trainer.
 
 Every rank runs this, in its host. Contestants take turns in the same ranks. Each trains a fresh net
-for some steps. The net itself notes when its forward begins, and the time from one to the next is
-a step: nothing is hooked into anybody's loop. The first steps of each do not count.
+for some steps. It is noted when a net's forward begins, and the time from one to the next is a
+step: nothing is hooked into anybody's loop. The first steps of each do not count.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from statistics import median
@@ -20,73 +20,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from benchmarks.common import scratch
 from benchmarks.networking.hosts import Network
-from trainer import TaskModule, Trainer
+from benchmarks.resting import Chain
+from trainer import Trainer
 
 WARM_UP = 4  # DDP rebuilds its buckets after the first step; the limit lets a first burst through
-
-
-class _Rest(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return inputs.view_as(inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        time.sleep(2 * ctx.seconds)
-        return grads[0], None
-
-
-class Rest(nn.Module):
-    """Computes on a device of its own, as it were: takes its time, and leaves the processor alone.
-
-    The hosts share the processor, so what they really compute would take longer with every host.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.seconds = seconds
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Return the inputs after ``seconds``; the backward takes twice as long."""
-        outputs: Tensor = _Rest.apply(inputs, self.seconds)  # type: ignore[no-untyped-call]
-        return outputs
-
-
-class Chain(TaskModule):
-    """Equal linear layers in a row, whose gradients become ready one after the other."""
-
-    def __init__(self, depth: int, width: int, compute_ms: float) -> None:
-        super().__init__()
-        rest = compute_ms / 1000 / depth / 3
-        layers = [
-            layer
-            for _ in range(depth)
-            for layer in (nn.Linear(width, width), nn.ReLU(), Rest(rest))
-        ]
-        self.net = nn.Sequential(nn.Linear(32, width), nn.ReLU(), *layers, nn.Linear(width, 10))
-        self.begun: list[float] = []
-
-    def forward(self, batch: Sequence[Tensor]) -> Tensor:
-        """Return the logits."""
-        self.begun.append(time.perf_counter())
-        logits: Tensor = self.net(batch[0])
-        return logits
-
-    def loss(self, outputs: Tensor, batch: Sequence[Tensor]) -> Tensor:
-        """Return the mean cross-entropy."""
-        return F.cross_entropy(outputs, batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return plain SGD, the cheapest there is."""
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 @dataclass(frozen=True)
@@ -112,7 +54,7 @@ class Workload:
         depth: Layers of the net.
         width: Of each; it has 4 * width^2 bytes of gradients.
         batch: Samples per rank.
-        compute_ms: Forward and backward, beside what the processor computes (see `Rest`).
+        compute_ms: Forward and backward, beside what the processor computes.
         steps: That count, of each contestant in each round.
         rounds: In which each contestant trains once.
     """
@@ -159,7 +101,8 @@ def measure(
 
 def train(work: Workload, contestant: Contestant) -> tuple[float, str]:
     """Train once; return the milliseconds of a step, and what was printed about buckets."""
-    task = Chain(work.depth, work.width, work.compute_ms)
+    task, begun = Chain(work.depth, work.width, work.compute_ms), []
+    task.register_forward_pre_hook(lambda *_: begun.append(time.perf_counter()))
     steps = contestant.before + work.steps + 1
     size = steps * work.batch * dist.get_world_size()
     samples = TensorDataset(torch.randn(size, 32), torch.randint(10, (size,)))
@@ -169,8 +112,7 @@ def train(work: Workload, contestant: Contestant) -> tuple[float, str]:
             _by_hand(task, samples, work.batch, steps, contestant.options)
         else:
             _by_trainer(task, samples, work.batch, steps, contestant.options)
-    begun = torch.tensor(task.begun, dtype=torch.float64)
-    taken = begun.diff()[-work.steps :]
+    taken = torch.tensor(begun, dtype=torch.float64).diff()[-work.steps :]
     dist.all_reduce(taken, dist.ReduceOp.MAX)
     said = [line for line in shown.getvalue().splitlines() if "bucket_cap_mb" in line]
     return median(taken.tolist()) * 1000, said[-1] if said else ""

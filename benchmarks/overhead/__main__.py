@@ -1,18 +1,19 @@
 """What a step costs beside a hand-written loop: with the Trainer, and with other trainers.
 
-    python -m benchmarks.overhead                          # all parts; eight minutes
-    python -m benchmarks.overhead tiny tiny-ddp            # two of them; one minute or less each
+    python -m benchmarks.overhead                          # all parts; a quarter of an hour
+    python -m benchmarks.overhead tiny tiny-ddp            # two of them; a minute or so each
     python -m benchmarks.overhead --markdown               # the tables of docs/performance.md
     python -m benchmarks.overhead --clock wall             # on a machine that does nothing else
 
 The time of a step is taken inside the net, which all contestants share: its ``forward`` reads the
 clock in the first and in the last step that count, log events in between included. Nothing is
-hooked into anybody's loop, and start, warm-up and the last checkpoint do not count. Contestants
-take turns, so that a change in the machine's load meets all of them. A figure is the median over
-the rounds; a ratio is the median of the ratios within a round. The clock counts the processor time
-of all threads, which other programs on the machine disturb less than the time on the wall. Two
-ranks are started once, by torchrun, and every contestant trains in the same two. Fabric comes with
-Lightning; Accelerate and Ignite take part where they are installed (``pip install .[bench]``).
+hooked into anybody's loop, and start, warm-up, the first log event (which builds what later ones
+reuse) and the last checkpoint do not count. Contestants take turns, so that a change in the
+machine's load meets all of them. A figure is the median over the rounds; a ratio is the median of
+the ratios within a round. The clock counts the processor time of all threads, which other programs
+on the machine disturb less than the time on the wall. Two ranks are started once, by torchrun, and
+every contestant trains in the same two. Fabric comes with Lightning; Accelerate and Ignite take
+part where they are installed (``pip install .[bench]``).
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ PREDICTION: dict[str, Contestant] = {
 def tiny(
     name: str = "tiny MLP, batch 32",
     kind: type[TaskModule] = TwoLayers,
-    steps: tuple[int, int] = (50, 450),
+    steps: tuple[int, int] = (60, 460),
     accumulation: int = 1,
 ) -> Work:
     """Return the training of two small layers."""
@@ -123,13 +123,13 @@ def mnist() -> Work:
     """Return the training of the MNIST recipe's net on its images."""
     digits = MnistData().train
     data = TensorDataset(digits.images, digits.labels)
-    return Work("MNIST net, batch 128", ConvTask, mean_loss, data, 128, (10, 60))
+    return Work("MNIST net, batch 128", ConvTask, mean_loss, data, 128, (60, 160))
 
 
 def text() -> Work:
     """Return the training of the language model recipe's net on its text."""
     data = PythonTopics().train
-    return Work("language model, batch 8", TextTask, byte_loss, data, 8, (5, 55), collate=collate)
+    return Work("language model, batch 8", TextTask, byte_loss, data, 8, (60, 110), collate=collate)
 
 
 def ready(work: Work) -> Work:
@@ -173,7 +173,7 @@ PARTS: dict[str, Part] = {
     "text-ddp": Part(2, text, DDP),
     "accumulate-ddp": Part(
         2,
-        lambda: tiny("tiny MLP, 8 batches of 32 per step", steps=(10, 60), accumulation=8),
+        lambda: tiny("tiny MLP, 8 batches of 32 per step", steps=(60, 110), accumulation=8),
         ACCUMULATION,
     ),
 }

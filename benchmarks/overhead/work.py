@@ -52,7 +52,8 @@ class Work:
         data: The samples; all that is done lies within one epoch.
         batch_size: Samples of one forward, over all ranks.
         steps: The clock runs from the end of the first of these steps to the end of the second. A
-            whole number of log intervals (50 steps) lies between them.
+            whole number of log intervals (50 steps) lies between them, and before them the first
+            log event, which builds what later ones reuse.
         accumulation: Forwards on each rank per step.
         threads: CPU threads per rank.
         collate: Of the loader; None for torch's own.

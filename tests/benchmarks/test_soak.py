@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from random import Random
 
 import pytest
 
+from benchmarks import soak
 from benchmarks.soak import FAULTS, Row, report
 from benchmarks.soaking.checks import Undisturbed, has_fallen_back
 from benchmarks.soaking.program import SAVE_EVERY, Spec, train
@@ -51,3 +53,24 @@ def test_a_killed_rank_and_a_flipped_bit(undisturbed: Undisturbed, folder: Path)
     other = replace(undisturbed, measured=[*undisturbed.measured, {}])
     with pytest.raises(Broken, match="metrics"):
         other.check(resumed)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--moment", "bakward"], "invalid choice: 'bakward'"),
+        (["--faults", "stop", "foo"], "no row's name begins with 'foo'"),
+        (["--only", "hang-worker", "--moment", "backward"], "nothing is left to try"),
+    ],
+)
+def test_a_choice_that_leaves_nothing_to_try_is_refused(
+    options: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(soak, "_enter_namespace", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["soak", *options])
+    with pytest.raises(SystemExit, match="2"):
+        soak.main()
+    assert message in capsys.readouterr().err

@@ -444,10 +444,38 @@ def test_what_a_users_sampler_draws_is_its_own(monkeypatch, overfit):
     assert random.random() == expected
 
 
-def test_the_generator_of_a_users_sampler_goes_on():
+class Shuffled:
+    """A sampler that draws the order of each epoch from one generator."""
+
+    def __init__(self, generator):
+        self.generator = generator
+
+    def __iter__(self):
+        if isinstance(self.generator, random.Random):
+            return iter(self.generator.sample(range(23), 23))
+        return iter(self.generator.permutation(23))
+
+
+GENERATORS = {
+    "torch": lambda: torch.Generator().manual_seed(3),
+    "numpy": lambda: np.random.default_rng(3),
+    "legacy": lambda: np.random.RandomState(3),
+    "random": lambda: random.Random(3),
+}
+
+
+def shuffled(kind):
+    """A loader whose sampler draws from a generator of its own."""
+    own = GENERATORS[kind]()
+    if kind == "torch":
+        return DataLoader(Items(23), 4, shuffle=True, generator=own)
+    return DataLoader(Items(23), 4, sampler=Shuffled(own))
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_the_generator_of_a_users_sampler_goes_on(kind):
     def make():
-        own = torch.Generator().manual_seed(3)
-        return training(DataLoader(Items(23), 4, shuffle=True, generator=own))
+        return training(shuffled(kind))
 
     alone = make()
     epochs = []
@@ -484,10 +512,10 @@ def test_a_generator_that_dataset_and_sampler_share_is_the_samplers(workers):
     assert order(is_shared=True) == order(is_shared=False)
 
 
+@pytest.mark.parametrize("kind", GENERATORS)
 @pytest.mark.parametrize("overfit", [0, 2])
-def test_a_loader_is_left_as_it_was(overfit):
-    own = torch.Generator().manual_seed(3)
-    loader = DataLoader(Items(23), 4, shuffle=True, generator=own)
+def test_a_loader_is_left_as_it_was(overfit, kind):
+    loader = shuffled(kind)
     orders = []
     for _ in range(2):
         batches = training(loader, overfit=overfit)
@@ -499,11 +527,29 @@ def test_a_loader_is_left_as_it_was(overfit):
 
 
 def test_a_sampler_with_other_generators_is_refused():
-    batches = training(DataLoader(Items(9), 4, shuffle=True, generator=torch.Generator()))
+    batches = training(shuffled("torch"))
     list(batches.epoch(0))
-    with pytest.raises(ValueError, match="sampler holds 0 random generators, and the one that was"):
-        training(DataLoader(Items(9), 4)).load_state_dict(batches.state_dict())
+    for loader, here in (
+        (DataLoader(Items(23), 4), r"\[\]"),
+        (shuffled("numpy"), r"\[PCG64\]"),
+    ):
+        message = rf"holds the random generators {here}, .*has the state of \[torch.Generator\]"
+        with pytest.raises(ValueError, match=message):
+            training(loader).load_state_dict(batches.state_dict())
     assert training(Items(9)).state_dict() == {}
+
+
+def test_a_checkpoint_without_the_state_of_a_samplers_generators_is_said(capsys):
+    """As one from before these of NumPy and Python were kept."""
+    for kind, place, is_said in (
+        ("numpy", (0, 0), False),
+        ("numpy", (1, 2), True),
+        ("numpy", (1, 0), True),
+    ):
+        list(training(shuffled(kind)).epoch(*place))
+        assert ("samples may come twice or never" in capsys.readouterr().out) == is_said
+    list(training(DataLoader(Items(9), 4)).epoch(1, 1))
+    assert not capsys.readouterr().out
 
 
 def test_order_facts_tell_the_number_of_samples():

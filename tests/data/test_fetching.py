@@ -5,11 +5,14 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from trainer.data.batches import evaluation_batches, train_batches
+from trainer.data.fetching import Fetch, Request
 from trainer.data.loading import LoaderOptions, open_source
 from trainer.data.plan import GlobalBatchPlan
+from trainer.failures import SampleError
 
 
 def chance():
@@ -243,6 +246,53 @@ def test_rows_of_tensors_are_taken_without_seeding(play):
     random.seed(0)
     assert len(list(batches.epoch(0))) == 4
     assert random.random() == expected
+
+
+class OneDevice(TorchFunctionMode):
+    """Refuses an index that is not where the tensor is, as CUDA does; counts what is indexed."""
+
+    found = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.index_select:
+            tensor, _, index = args
+            self.found += 1
+            if tensor.device != index.device:
+                raise RuntimeError("Expected all tensors to be on the same device")
+        assert func is not torch.Tensor.__getitem__ or args[0].is_cpu, "sample by sample"
+        return func(*args, **(kwargs or {}))
+
+
+def rows_of(tensors, indices):
+    fetch = Fetch(open_source(TensorDataset(*tensors), None, "train"), 5)
+    return fetch[Request(indices, 0, 0, len(indices), True, 0)].batch
+
+
+def test_rows_of_tensors_on_a_device_are_taken_together():
+    there, here = torch.zeros(7, 2, device="meta"), torch.arange(7)
+    with OneDevice() as mode:
+        batch = rows_of([there, here], [5, 0, 1])
+    assert mode.found == 2
+    assert (batch[0].shape, batch[0].device) == ((3, 2), there.device)
+    assert batch[1].tolist() == [5, 0, 1]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_another_index_than_a_row_is_looked_up_by_itself(device, monkeypatch):
+    tensor = torch.arange(12, device=device).view(4, 3)
+    assert rows_of([tensor], [-1, 2])[0].shape == (2, 3)
+    assert rows_of([tensor], [(0, 1), (2, 2)])[0].shape == (2,)
+    with pytest.raises(SampleError, match=r"TensorDataset\[4\] raised IndexError"):
+        rows_of([tensor], [0, 4])
+    with pytest.raises(SampleError, match=r"TensorDataset\[name\] raised"):
+        rows_of([tensor], ["name"])
+
+    def lost(*args):
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(torch.Tensor, "index_select", lost)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        rows_of([tensor], [0, 1])
 
 
 @pytest.mark.parametrize("kind", [Augmented, Together, Owning, OwningAnew])

@@ -1,5 +1,6 @@
 """What a dataset or sampler holds is found: who wants to know the epoch, and random generators."""
 
+import io
 import random
 from types import SimpleNamespace
 from typing import ClassVar
@@ -20,7 +21,14 @@ from torch.utils.data import (
 )
 
 from trainer.data import held
-from trainer.data.held import Generators, sampler_generators, set_epoch
+from trainer.data.held import (
+    Generators,
+    generator_state,
+    kind_of_state,
+    sampler_generators,
+    set_epoch,
+    set_generator_state,
+)
 from trainer.data.loading import Source
 from trainer.seeding import seed_generators
 
@@ -131,6 +139,20 @@ def test_every_kind_of_generator_is_put_at_its_key(kind):
     again = Holder(rng=KINDS[kind]())  # in another process
     look(again).seed(1)
     assert draw(again.rng) == first[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_generator_goes_on_from_what_a_checkpoint_holds(kind):
+    generator, other, file = KINDS[kind](), KINDS[kind](), io.BytesIO()
+    draw(generator)  # a second Gaussian number may be kept
+    torch.save(generator_state(generator), file)
+    expected = [draw(generator) for _ in range(3)]
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    set_generator_state(other, state)
+    assert [draw(other) for _ in range(3)] == expected
+    names = {"random": "random.Random", "legacy": "MT19937", "numpy": "PCG64", "philox": "Philox"}
+    assert kind_of_state(state) == names.get(kind, "torch.Generator")
 
 
 def test_the_global_generators_are_put_there_too():

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 from support import Regression, assert_equal_bits, assert_same, fit, measured, samples, weights
+from torch import nn
+from torch.utils.data import TensorDataset
 from torchmetrics.regression import MeanAbsoluteError
+
+from trainer.comm_hooks.beside import Beside
+from trainer.step_times import DeviceMarks
+from trainer.watch import watch
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -70,6 +76,126 @@ def test_two_gpus_train_like_one(options: dict[str, Any], on_cpu: Any, tmp_path:
     exact = "comm_hook" not in options
     assert_same(found, on_cpu[0], tolerance=1e-7 if exact else 0.05)
     assert metrics == pytest.approx(on_cpu[1], rel=1e-5 if exact else 0.2)
+
+
+PARTS = ("data", "forward", "backward", "optimizer")
+LOGGED: dict[str, Any] = {"train": samples(24), "val": samples(7), "log_every_n_steps": 1}
+
+
+def test_a_step_is_timed_beside_validations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_events, take = [], DeviceMarks.take
+
+    def noting(marks: DeviceMarks, parts: Any) -> Any:
+        num_events.append(len(marks._events))
+        return take(marks, parts)
+
+    monkeypatch.setattr(DeviceMarks, "take", noting)
+    options: dict[str, Any] = {**OPTIONS, **LOGGED, "validate_every_n_steps": 1}
+    found = fit(Measured(), tmp_path, accelerator="cuda", **options).metrics
+    # The four phases of a step and its end; an epoch's first step looks for one more batch before.
+    assert num_events[0] == 0
+    assert set(num_events[1:]) <= {5, 6}
+    assert watch.on_enter is None
+    parts = sum(found[f"perf/{name}_ms"] for name in PARTS)
+    assert parts == pytest.approx(found["perf/step_ms"], rel=0.3, abs=1)
+
+
+@TWO_GPUS
+def test_communication_is_timed(tmp_path: Path) -> None:
+    options: dict[str, Any] = {**OPTIONS, **LOGGED, "accelerator": "cuda", "devices": 2}
+    found = fit(Measured(), tmp_path, **options).metrics
+    assert 0 <= found["perf/comm_hidden_ms"] <= found["perf/comm_ms"]
+    parts = sum(found[f"perf/{name}_ms"] for name in (*PARTS, "comm", "wait"))
+    parts -= found["perf/comm_hidden_ms"]
+    assert parts == pytest.approx(found["perf/step_ms"], rel=0.3, abs=1)
+
+
+def test_rows_are_taken_out_of_tensors_on_the_device(on_cpu: Any, tmp_path: Path) -> None:
+    there = TensorDataset(*(tensor.cuda() for tensor in samples(20).tensors))
+    task = Measured()
+    fit(task, tmp_path, train=there, accelerator="cuda", pin_memory=False, **OPTIONS)
+    assert_same({name: value.cpu() for name, value in weights(task).items()}, on_cpu[0], 1e-7)
+
+
+def test_the_rest_of_a_hook_runs_in_a_stream_of_its_own() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    own, beside = torch.cuda.current_stream(device), Beside(device)
+    gradient = torch.zeros(1 << 20, device=device)
+    torch.cuda._sleep(100_000_000)
+    gradient.add_(1)  # the backward, which is not done yet
+    streams = []
+
+    def finish(begun: torch.Tensor, group: Any) -> torch.Tensor:
+        assert group is None
+        streams.append(torch.cuda.current_stream(device))
+        torch.cuda._sleep(100_000_000)
+        return begun.mul_(2).add_(1)
+
+    found = beside.run(lambda: gradient.mul_(3), finish).wait()
+    beside.close()
+    assert own not in streams
+    assert torch.cuda.current_stream(device) == own
+    assert bool((found == (1 * 3) * 2 + 1).all())  # this stream has waited for the other
+
+
+class Wide(Regression):
+    """Has a matrix that is worth compressing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        middle = nn.Linear(8, 8).double()
+        with torch.no_grad():
+            middle.weight.copy_(torch.eye(8).flip(0) + torch.arange(64).view(8, 8) / 100)
+            middle.bias.zero_()
+        first, last = self.net[0], self.net[2]
+        self.net = nn.Sequential(
+            first, nn.ZeroPad1d((0, 3)), middle, nn.Tanh(), nn.ZeroPad1d((0, -3)), last
+        )
+
+
+def compressed(run_dir: Path, **options: Any) -> dict[str, torch.Tensor]:
+    task = Wide()
+    fit(task, run_dir, train=samples(20), devices=2, **OPTIONS, **options)
+    return {name: value.cpu() for name, value in weights(task).items()}
+
+
+@TWO_GPUS
+def test_powersgd_compresses_as_on_the_cpu(tmp_path: Path) -> None:
+    powersgd = {"comm_hook": "powersgd", "powersgd_rank": 1, "powersgd_start_step": 0}
+    there = compressed(tmp_path / "there", accelerator="cuda", **powersgd)
+    here = compressed(tmp_path / "here", accelerator="cpu", **powersgd)
+    assert_same(there, here, tolerance=1e-6)
+    exact = compressed(tmp_path / "exact", accelerator="cpu")
+    assert not torch.allclose(here["net.2.weight"], exact["net.2.weight"], atol=1e-4)
+
+
+class Normed(Regression):
+    """Has a layer whose statistics are those of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.BatchNorm1d(5).double())
+
+
+@TWO_GPUS
+def test_sync_batchnorm_sees_the_whole_batch(tmp_path: Path) -> None:
+    found: list[dict[str, torch.Tensor]] = []
+    for devices in (1, 2):
+        task = Normed()
+        own: dict[str, Any] = {**OPTIONS, "drop_last": True, "sync_batchnorm": devices > 1}
+        fit(
+            task,
+            tmp_path / str(devices),
+            train=samples(20),
+            accelerator="cuda",
+            devices=devices,
+            **own,
+        )
+        found.append({name: value.cpu() for name, value in weights(task).items()})
+    assert "net.1.running_var" in found[0]
+    assert_same(found[1], found[0], tolerance=1e-6)
 
 
 REPRODUCIBLE: dict[str, Any] = {"reproducible": True, "micro_batch_size": 1}

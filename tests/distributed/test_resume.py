@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import Regression, assert_equal_bits, fit, on_ranks, samples, weights
@@ -241,16 +243,33 @@ def own_sampler() -> DataLoader[Any]:
     return DataLoader(data, batch_size=4, sampler=own)
 
 
+class Shuffled:
+    """Draws each epoch's order from generators that go on: of Python's and of NumPy's."""
+
+    def __init__(self) -> None:
+        self.python, self.numpy = random.Random(1), np.random.default_rng(2)
+
+    def __iter__(self) -> Any:
+        order = self.numpy.permutation(18)
+        self.python.shuffle(order)
+        return iter(order)
+
+
+def shuffled_sampler() -> DataLoader[Any]:
+    return DataLoader(samples(18, torch.float32), batch_size=4, sampler=Shuffled())
+
+
 STREAMS: dict[str, Callable[[], Any]] = {
     "stream": Stream,
     "stateful": StatefulStream,
     "sampler": own_sampler,
+    "shuffled sampler": shuffled_sampler,
 }
 
 
 def resume_streams(tmp_path: Path) -> None:
     for name, make in STREAMS.items():
-        options = {"max_steps": 11, "global_batch_size": None if name == "sampler" else 4}
+        options = {"max_steps": 11, "global_batch_size": None if "sampler" in name else 4}
         train("fp32", tmp_path / name, train=make(), **options)
         for step in (2, 5, 8):  # in the first epoch, between two, in the second one
             folder = killed_after(step, tmp_path / name, tmp_path / f"{name}-{step}")

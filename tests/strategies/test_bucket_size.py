@@ -103,7 +103,7 @@ def as_slow_as_the_slowest() -> float | None:
 TINY: dict[str, Any] = {  # for some 700 bytes of gradients, in at most 19 steps
     "_SMALLEST": 4e-5,
     "_LARGEST": 1e-3,
-    "_TORCHS_FIRST": 0.0,
+    "TORCHS_FIRST_MB": 0.0,
     "_AT_FIRST": 1,
     "_COUNTED": 1,
 }
@@ -160,6 +160,8 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
         assert not wrappers, "the old wrapper is still there, with its buckets"
         wrapped = setup(self, *args)
         wrappers.add(wrapped)
+        if self._bucket_cap_mb is None:
+            assert wrapped.bucket_bytes_cap == bucket_size.TORCHS_OWN_MB * 2**20
         setups.append(self._bucket_search.cap_mb if self._bucket_search else None)
         return wrapped
 

@@ -31,6 +31,7 @@ from trainer.logbook import Logbook
 from trainer.state import TrainState
 from trainer.step import StepModule
 from trainer.strategies import DDPStrategy, build_strategy
+from trainer.strategies.fixed_order import FixedOrderDDP
 from trainer.task import RunFacts
 
 pytestmark = pytest.mark.timeout(60)
@@ -288,6 +289,20 @@ def test_one_rank_is_not_wrapped() -> None:
     with strategy.no_sync():
         pass
     strategy.teardown()
+
+
+@pytest.mark.parametrize("kind", [DDPStrategy, FixedOrderDDP])
+def test_what_is_not_set_up_is_torn_down_and_keeps_what_was_saved(kind: type[DDPStrategy]) -> None:
+    strategy = kind()
+    strategy.teardown()
+    assert strategy.take_comm_times() is None
+    assert strategy.state_dict() == {}
+    compressing = DDPStrategy(comm_hook="powersgd")
+    compressing.teardown()
+    assert compressing.state_dict() == {}
+    saved = {"errors": {"a": torch.ones(2, 3)}, "bases": {"a": torch.ones(1, 3)}}
+    compressing.load_state_dict(saved)
+    assert_equal_bits(compressing.state_dict(), saved)
 
 
 GRAPH: dict[str, Any] = {"static_graph": True}

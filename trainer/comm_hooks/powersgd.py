@@ -183,9 +183,9 @@ class PowerSGD:
             else:
                 torch.addcmul(grad, error, self._rescale, out=error)
         lefts = [basis @ error.t() for _, error, basis in matrices]
-        exact_mean = Mean(exact, None)
+        exact_mean = Mean.send(exact, None)
         buffer: torch.Tensor = bucket.buffer()
-        mean = Mean([self._have_gradients(buffer, matrices), *lefts, *plain], self._dtype)
+        mean = Mean.send([self._have_gradients(buffer, matrices), *lefts, *plain], self._dtype)
         return _Sent(buffer, exact, plain, matrices, exact_mean, mean)
 
     def _receive(self, sent: _Sent, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -198,7 +198,7 @@ class PowerSGD:
             for mean, is_used in zip(means[: len(matrices)], used, strict=True)
         ]
         rights = [left @ matrix.error for left, matrix in zip(lefts, matrices, strict=True)]
-        mean = Mean(rights, self._dtype, group)
+        mean = Mean.send(rights, self._dtype, group)
         _copy(sent.plain, means[len(matrices) :])
         _copy(sent.exact, sent.exact_mean.receive())
         for (grad, error, basis), left, right, is_used in zip(

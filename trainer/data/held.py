@@ -39,6 +39,34 @@ def sampler_generators(loader: DataLoader[Any]) -> list[Any]:
     return [node for node in found if _can_be_seeded(node)]
 
 
+def generator_state(generator: Any) -> Any:
+    """Return where a generator is, as a checkpoint can hold it: a tensor or plain values."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return _as_lists(generator.get_state(legacy=False))
+    return _as_lists(generator.bit_generator.state)
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Put a generator where it was when `generator_state` returned ``state``."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, torch.Generator | np.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state
+
+
+def kind_of_state(state: Any) -> str:
+    """Return which generators can be put where ``state`` says."""
+    if isinstance(state, dict):
+        return str(state["bit_generator"])
+    return "torch.Generator" if isinstance(state, torch.Tensor) else "random.Random"
+
+
 class Generators:
     """What a dataset draws from: the global random generators, and those that it holds.
 
@@ -121,6 +149,13 @@ def _can_be_seeded(generator: Any) -> bool:
         state: Any = generator.get_state(legacy=False)
         return bool(state["bit_generator"] == "MT19937")
     return not isinstance(generator, random.SystemRandom)
+
+
+def _as_lists(state: Any) -> Any:
+    """Return NumPy's nested state without arrays; NumPy takes it back like that, too."""
+    if isinstance(state, dict):
+        return {name: _as_lists(part) for name, part in state.items()}
+    return state.tolist() if isinstance(state, np.ndarray) else state
 
 
 def _seed(generator: Any, key: int) -> None:

@@ -7,13 +7,19 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
-import torch
 from torch.utils.data import DataLoader
 
 from trainer import distributed
-from trainer.data.held import sampler_generators, set_epoch
+from trainer.data.held import (
+    generator_state,
+    kind_of_state,
+    sampler_generators,
+    set_epoch,
+    set_generator_state,
+)
 from trainer.data.loading import Indices, length
 from trainer.guard import no_collectives
+from trainer.options import show
 from trainer.seeding import OwnStream, Stream, stream_key
 
 # How many global batches of a user's sampler travel from rank 0 to the others at once.
@@ -114,7 +120,7 @@ class SampledBatches(GlobalBatches):
         # A sampler's own generators go on from epoch to epoch: their states at the start of them.
         self._given = generator_states(loader)
         self._generators = [] if repeats else [generator for generator, _ in self._given]
-        self._starts: dict[int, list[torch.Tensor]] = {}
+        self._starts: dict[int, list[Any]] = {}
         self._epoch: int | None = None
         self._announced = length(loader.batch_sampler)
         if self._announced == 0:
@@ -132,8 +138,10 @@ class SampledBatches(GlobalBatches):
 
         What is before `start_step` is drawn again, on rank 0: indices, not samples.
         """
-        for generator, state in zip(self._generators, self._starts.get(epoch, ()), strict=False):
-            generator.set_state(state)
+        if epoch in self._starts:
+            put_back(list(zip(self._generators, self._starts[epoch], strict=True)))
+        elif self._generators and self._epoch is None and (epoch or start_step):
+            self._say_lost()
         self._starts = {epoch: self._generator_states()}
         self._epoch = epoch
         # What the sampler draws from the global generators is the same at any world size, and in
@@ -174,16 +182,18 @@ class SampledBatches(GlobalBatches):
         """Take back what ``state_dict`` returned on rank 0.
 
         Raises:
-            ValueError: If the sampler has another number of generators.
+            ValueError: If the sampler has other generators.
         """
-        starts: dict[int, list[torch.Tensor]] = state.get("sampler", {})
-        saved = {len(states) for states in starts.values()}
-        if saved - {len(self._generators)}:
-            raise ValueError(
-                f"the training DataLoader's sampler holds {len(self._generators)} random "
-                f"generators, and the one that was saved held {max(saved)}; resume with the same "
-                "sampler"
-            )
+        starts: dict[int, list[Any]] = state.get("sampler", {})
+        here = [kind_of_state(own) for own in self._generator_states()]
+        for states in starts.values():
+            saved = [kind_of_state(own) for own in states]
+            if saved != here:
+                raise ValueError(
+                    f"the training DataLoader's sampler holds the random generators {show(here)}, "
+                    f"and the checkpoint has the state of {show(saved)}; resume with the same "
+                    "sampler, or, if it is the same, with the trainer's version that wrote it"
+                )
         self._starts = starts
 
     def close(self) -> None:
@@ -193,8 +203,18 @@ class SampledBatches(GlobalBatches):
         """
         put_back(self._given)
 
-    def _generator_states(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self._generators]
+    def _generator_states(self) -> list[Any]:
+        return [generator_state(generator) for generator in self._generators]
+
+    def _say_lost(self) -> None:
+        """Say that a run resumes from a checkpoint that lacks what the sampler needs."""
+        if distributed.rank() == 0:
+            print(
+                "resume: the checkpoint does not say where the random generators of the training "
+                "DataLoader's sampler were, so they start anew, and samples may come twice or "
+                "never in this epoch",
+                flush=True,
+            )
 
     def _share(self) -> None:
         if self._ended:
@@ -229,16 +249,15 @@ class SampledBatches(GlobalBatches):
             yield indices
 
 
-def generator_states(loader: DataLoader[Any]) -> list[tuple[torch.Generator, torch.Tensor]]:
-    """Return torch's generators that a user's sampler holds, and where they are."""
-    own = [found for found in sampler_generators(loader) if isinstance(found, torch.Generator)]
-    return [(generator, generator.get_state()) for generator in own]
+def generator_states(loader: DataLoader[Any]) -> list[tuple[Any, Any]]:
+    """Return the random generators that a user's sampler holds, and where they are."""
+    return [(generator, generator_state(generator)) for generator in sampler_generators(loader)]
 
 
-def put_back(states: list[tuple[torch.Generator, torch.Tensor]]) -> None:
+def put_back(states: list[tuple[Any, Any]]) -> None:
     """Undo what has been drawn since `generator_states`."""
     for generator, state in states:
-        generator.set_state(state)
+        set_generator_state(generator, state)
 
 
 def sampler_batches(loader: DataLoader[Any]) -> Iterator[list[int]]:

@@ -1,19 +1,14 @@
-"""DDP's own buckets, at any world size, in one process: it is run on a group that sends nothing."""
+"""DDP's own buckets, of a module of any size: from the function that DDP itself calls for them."""
 
-# Annotations are not postponed here: DDP compares those of a hook with the classes themselves.
+from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch._C._distributed_c10d import FakeProcessGroup, GradBucket
-from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.futures import Future
+from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
 from trainer.planning.simulation import Bucket
-from trainer.starting import num_threads
+from trainer.strategies.bucket_size import TORCHS_FIRST_MB, TORCHS_OWN_MB
 
 CAPS_MB = (None, 1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0, 200.0)
 """Values of ``bucket_cap_mb`` to choose from; None is torch's own."""
@@ -21,65 +16,30 @@ CAPS_MB = (None, 1.0, 2.0, 5.0, 10.0, 25.0, 50.0, 100.0, 200.0)
 
 def bucket_layout(
     parameters: Sequence[tuple[int, torch.dtype]],
-    order: Sequence[int],
+    order: Sequence[int] | None,
     cap_mb: float | None,
-    world_size: int,
+    sent_as: torch.dtype | None = None,
 ) -> list[Bucket]:
-    """Return the buckets into which DDP puts the gradients of a module.
+    """Return the buckets into which DDP puts the gradients of a module, at any world size.
 
     Args:
         parameters: Elements and type of each, in the order of ``module.parameters()``.
-        order: Their numbers in the order in which their gradients become ready.
+        order: Their numbers in the order in which their gradients become ready; None with
+            ``find_unused_parameters``, where DDP keeps to the order of the module.
         cap_mb: The option ``bucket_cap_mb``.
-        world_size: The number of ranks.
+        sent_as: What a communication hook turns gradients into; None for what they are.
 
     Returns:
-        The buckets in the order in which they are sent; sizes are those of the gradients.
+        The buckets in the order in which they are sent.
     """
-    options: dict[str, Any] = {} if cap_mb is None else {"bucket_cap_mb": cap_mb}
-    module = _ReadyInOrder(parameters, order)
-    numbers = {id(p): number for number, p in enumerate(module.parameters())}
-    found: list[Bucket] = []
-
-    def note(_: Any, bucket: GradBucket) -> Future[torch.Tensor]:
-        buffer: torch.Tensor = bucket.buffer()
-        members = tuple(numbers[id(p)] for p in bucket.parameters())
-        found.append(Bucket(members, buffer.numel() * buffer.element_size()))
-        done: Future[torch.Tensor] = Future()
-        done.set_result(buffer)
-        return done
-
-    with num_threads(1):  # threads would be in the way of a later fork
-        ddp = nn.parallel.DistributedDataParallel(
-            module, process_group=_silent_group(world_size), **options
-        )
-        ddp.register_comm_hook(None, note)
-        for _ in range(2):  # after the first, DDP orders its buckets by what became ready first
-            found.clear()
-            ddp().backward()
-    return found
-
-
-def _silent_group(world_size: int) -> dist.ProcessGroup:
-    """Return a group of the backend `fake`, beside whatever groups there are."""
-    custom = dist.ProcessGroup.BackendType.CUSTOM
-    group = dist.ProcessGroup(HashStore(), 0, world_size)
-    group._set_default_backend(custom)
-    backend = FakeProcessGroup._create_internal(0, world_size)
-    group._register_backend(torch.device("cpu"), custom, backend)
-    return group
-
-
-class _ReadyInOrder(nn.Module):
-    """Parameters whose gradients become ready in a given order."""
-
-    def __init__(self, parameters: Sequence[tuple[int, torch.dtype]], order: Sequence[int]) -> None:
-        super().__init__()
-        self.all = nn.ParameterList(torch.zeros(count, dtype=kind) for count, kind in parameters)
-        self._order = order
-
-    def forward(self) -> torch.Tensor:
-        total = torch.zeros(())
-        for number in reversed(self._order):  # what was used last is ready first
-            total = total + self.all[number].sum().float()
-        return total
+    gradients = [torch.empty(count, dtype=kind, device="meta") for count, kind in parameters]
+    caps_mb = (TORCHS_FIRST_MB, TORCHS_OWN_MB) if cap_mb is None else (cap_mb,)
+    limits = [int(size * 2**20) for size in caps_mb]
+    if order is None:
+        found, _ = _compute_bucket_assignment_by_size(gradients, limits)
+        found.reverse()  # what is used last is ready first
+    else:
+        in_order = [gradients[number] for number in order]
+        found, _ = _compute_bucket_assignment_by_size(in_order, limits, [], list(order))
+    sizes = [grad.numel() * (sent_as or grad.dtype).itemsize for grad in gradients]
+    return [Bucket(tuple(members), sum(sizes[n] for n in members)) for members in found]

@@ -26,7 +26,7 @@ from trainer.planning.links import measure_links
 from trainer.planning.network import Link
 from trainer.planning.passes import Passes
 from trainer.planning.profile import Profile
-from trainer.planning.simulation import SENT_BYTES
+from trainer.precision import DTYPES
 from trainer.run_dir import choose_run_dir
 from trainer.session import Session
 from trainer.state import TrainState
@@ -101,10 +101,10 @@ def measure(task: TaskModule, data: DataModule, config: TrainerConfig, steps: in
             f"{type(task).__name__} has global_loss=True: its forward exchanges outputs with the "
             "other ranks, which plan does not simulate"
         )
-    if config.comm_hook not in SENT_BYTES:
+    if config.comm_hook not in (None, *DTYPES):
         raise ValueError(
             f"comm_hook={config.comm_hook}: plan does not simulate how many bytes that sends and "
-            f"what it computes; give one of {', '.join(map(show, SENT_BYTES))}"
+            f"what it computes; give one of {', '.join(map(show, (None, *DTYPES)))}"
         )
     run_dir = choose_run_dir(config)
     kept = copy.deepcopy(task.state_dict())
@@ -112,6 +112,7 @@ def measure(task: TaskModule, data: DataModule, config: TrainerConfig, steps: in
         quiet = replace(
             config,
             resume=None,
+            accept_changes=[],
             init_from=None,
             fast_dev_run=False,
             bucket_cap_mb=None if config.bucket_cap_mb == "auto" else config.bucket_cap_mb,

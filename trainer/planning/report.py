@@ -111,13 +111,14 @@ def draw(report: PlanReport, path: Path) -> None:
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, sharex=True)
     kept = {"batch kept": report.strong, "samples kept": report.weak}
+    most = max(row.ranks for rows in kept.values() for row in rows)
     for color, (name, rows) in zip(("C0", "C1"), kept.items(), strict=True):
         ranks = [row.ranks for row in rows]
         left.plot(ranks, [row.ring_s * 1e3 for row in rows], color, label=f"{name}, ring")
         left.plot(ranks, [row.tree_s * 1e3 for row in rows], f"{color}--", label=f"{name}, tree")
         right.plot(ranks, [row.efficiency for row in rows], color, marker=".", label=name)
     for axes, title in ((left, "step, ms"), (right, "efficiency")):
-        axes.axvspan(report.measured.world_size, ranks[-1], color="0.93", label="extrapolated")
+        axes.axvspan(report.measured.world_size, most, color="0.93", label="extrapolated")
         axes.set_xscale("log")
         axes.set_xlabel("ranks")
         axes.set_title(title)

@@ -14,7 +14,8 @@ from trainer.planning.expected_failures import checkpoint_interval_s, lost_share
 from trainer.planning.links import network
 from trainer.planning.measuring import Measured
 from trainer.planning.options import PlanConfig
-from trainer.planning.simulation import SENT_BYTES, Bucket, Step, simulate
+from trainer.planning.simulation import Bucket, Step, simulate
+from trainer.precision import DTYPES
 
 AllReduce = Callable[[float, int], float]  # seconds that so many bytes take on so many ranks
 
@@ -77,11 +78,10 @@ class Scaling:
         self.lr_reference = config.lr_reference_batch_size or measured.global_batch_size
         own = config.bucket_cap_mb
         self._own_cap = own if isinstance(own, float) else None
-        order = measured.order
-        if config.find_unused_parameters:  # DDP does not order buckets by what is ready then
-            order = sorted(order, reverse=True)
+        order = None if config.find_unused_parameters else measured.order
+        sent_as = DTYPES.get(config.comm_hook or "")
         self._layouts = {
-            cap: bucket_layout(measured.parameters, order, cap, options.max_ranks)
+            cap: bucket_layout(measured.parameters, order, cap, sent_as)
             for cap in dict.fromkeys((self._own_cap, *CAPS_MB))
         }
 
@@ -151,8 +151,7 @@ class Scaling:
         if ranks == 1:
             return simulate(compute, [], lambda size: 0.0)
         compute = replace(compute, after_s=compute.after_s + self._options.overhead_ms / 1e3)
-        share = SENT_BYTES[self._config.comm_hook] / 4
-        return simulate(compute, self._layouts[cap], lambda size: kind(size * share, ranks))
+        return simulate(compute, self._layouts[cap], lambda size: kind(size, ranks))
 
     def _learning_rate(self, size: int) -> float | None:
         group = self._measured.param_groups[0]

@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-SENT_BYTES = {None: 4, "fp16": 2, "bf16": 2}
-"""What is sent for four bytes of gradients, by ``comm_hook``."""
-
 
 @dataclass(frozen=True)
 class Bucket:

@@ -30,7 +30,9 @@ class Strategy:
     - Every rank runs one such ``backward`` per step, but any number of them within ``no_sync``.
 
     ``setup`` and ``teardown`` may run several times in a process: after the parameters that are
-    trained have changed, and for every ``fit``.
+    trained have changed, and for every ``fit``. ``teardown`` and ``state_dict`` must also do where
+    nothing is set up: the loop tears down before each ``setup``, the first one too, and in the end
+    whatever has happened; and a run that resumes may save before it trains.
 
     Attributes:
         may_miss_gradients: Whether parameters may go without a gradient in a step. If not, one that
@@ -79,19 +81,21 @@ class Strategy:
     def take_comm_times(self) -> CommTimes | None:
         """Return what communication takes in the steps since the last call.
 
-        The loop asks at every log event, when the host has waited for the device. None, as by
-        default, says that it is not known; that must be so on every rank or on none.
+        The loop asks at every log event, when the host has waited for all that the device had to do
+        in them. None, as by default, says that it is not known; that must be so on every rank or on
+        none.
         """
         return None
 
     def teardown(self) -> None:
-        """Let go of the wrapped module and its hooks on parameters."""
+        """Let go of the wrapped module and its hooks on parameters, if there is one."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs, at any world size: tensors and plain values.
 
-        Every rank calls it, before each save, so it may run collectives; rank 0's is kept.
+        Every rank calls it, before each save, so it may run collectives; rank 0's is kept. Before
+        the first ``setup`` it is what ``load_state_dict`` was given.
         """
         return {}
 

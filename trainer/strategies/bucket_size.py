@@ -17,18 +17,20 @@ from statistics import median
 
 import torch
 from torch import nn
+from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES
 
 from trainer import distributed
 
 _MIB = 2**20
 
+TORCHS_OWN_MB = 25.0  # MiB of a bucket, if DDP is left alone,
+TORCHS_FIRST_MB = _DEFAULT_FIRST_BUCKET_BYTES / _MIB  # and of the one that it sends first
+
 _SMALLEST, _LARGEST, _FACTOR = 1.0, 256.0, 4.0  # MiB, of the sizes far apart
-_TORCHS_OWN = 25.0  # MiB, beside a first bucket of 1
-_TORCHS_FIRST = 1.0
 
 _AT_FIRST = 4  # steps that do not count, with anything
 _UNSETTLED = 2  # with each size: DDP builds its buckets anew after the first
-_COUNTED = 4
+_COUNTED = 4  # then: the median of so many bears one that takes longer, for a log event say
 _WORTHWHILE = 0.02  # a smaller gain than this share of a step is no reason to leave torch's own
 
 
@@ -56,7 +58,7 @@ class BucketSizeSearch:
         self._shared: dict[float | None, float] = {}  # size -> seconds of a step, on all ranks
         self._left: list[float | None] = []
         self.cap_mb: float | None = None
-        self.is_over = self._total <= _TORCHS_FIRST
+        self.is_over = self._total <= TORCHS_FIRST_MB
         if self.is_over:
             self._say(f"{self._total:.2g} MiB of gradients are one bucket of torch's own size")
             return
@@ -115,7 +117,7 @@ class BucketSizeSearch:
 
     def _beside(self, size: float | None) -> list[float | None]:
         """Return the sizes half and twice as large, but one bucket for everything only once."""
-        middle = _TORCHS_OWN if size is None else size
+        middle = TORCHS_OWN_MB if size is None else size
         beside = (middle / _FACTOR**0.5, middle * _FACTOR**0.5)
         return [size for size in beside if size < min(self._total, _LARGEST)]
 

@@ -31,8 +31,10 @@ class CommClock:
     """Reads the timers of one wrapped module.
 
     They see a step's first bucket leave and the last one arrive, whatever a communication hook does
-    in between. On an accelerator they are events in its stream, which hold the host up when they
-    are read: so there only one step is looked at, when the host has waited in any case.
+    in between. DDP reads them before the next step. On an accelerator they are events in its
+    stream, which hold the host up when they are read: so there only one step is looked at, the one
+    that is logged next if log events are as far apart as they can be, when the host has waited in
+    any case.
     """
 
     def __init__(self, ddp: DistributedDataParallel, device: torch.device) -> None:
@@ -42,6 +44,7 @@ class CommClock:
         self._step = 0
         self._read_step = 0
         self._taken_step = 0
+        self._longest = 0  # of the intervals between log events, in steps
         self._times: list[tuple[int, int]] = []
         if self._reads_at_once:  # else torch's own 100, until the first log event
             self._look_every(_BUCKETS_ARE_SETTLED)
@@ -59,13 +62,17 @@ class CommClock:
 
     def take(self) -> CommTimes | None:
         """Return the mean of the steps looked at since the last call; None without any."""
-        if not self._reads_at_once:
+        steps, self._taken_step = self._step - self._taken_step, self._step
+        if not steps:
+            return None
+        if not self._times:
             self._read()
         times, self._times = self._times, []
-        steps, self._taken_step = self._step - self._taken_step, self._step
-        if steps:
-            often = max(_LEAST_GAP, steps // _SAMPLES)
-            self._look_every(min(steps, often) if self._reads_at_once else steps)
+        self._longest = max(self._longest, steps)
+        if self._reads_at_once:
+            self._look_every(min(steps, max(_LEAST_GAP, steps // _SAMPLES)))
+        else:
+            self._look_every(self._step + self._longest)  # DDP looks at the multiples
         if not times:
             return None
         total, hidden = (sum(nanos) / len(times) / 1e9 for nanos in zip(*times, strict=True))

@@ -36,7 +36,7 @@ def order_of(source: Source, data: DataModule, config: TrainerConfig) -> tuple[s
 def requested(batches: IndexedBatches) -> list[list[Request]]:
     """Return what this rank would load in two epochs, or in more where there is little.
 
-    Generators of torch that a user's sampler holds are afterwards where they were, so that what is
+    Random generators that a user's sampler holds are afterwards where they were, so that what is
     trained next has the orders that are returned.
     """
     loader = batches.source.loader

@@ -166,6 +166,7 @@ def run_both(
         accelerator=kind,
         timeout_s=min(config.timeout_s, LONGEST_WAIT_S),
         resume=None,
+        accept_changes=[],
         log_every_n_steps=1,
         num_sanity_val_steps=0,
         # What is found would change no more than the order of sums; finding it sends a little.
