@@ -15,8 +15,8 @@ and the same hardware for all rows, from specifications:
 
 What is assumed: backward is two thirds of the time, and each layer takes its share of the
 multiplications. What is left out: that all-reduces take processors and memory bandwidth from
-backward, and that GPUs wait for the slowest of them. So the truth should lie between this and the
-last columns, where nothing overlaps.
+backward, and that GPUs wait for the slowest of them. The last columns are for comparison: there
+nothing overlaps.
 """
 
 from __future__ import annotations
