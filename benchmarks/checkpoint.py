@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
 
-from benchmarks.common import scratch, table
+from benchmarks.common import at_least, scratch, table
 from benchmarks.nets import TwoLayers
 from benchmarks.survival import FAULTS
 from trainer import Trainer
@@ -148,8 +148,8 @@ def main() -> None:
     )
     parser.add_argument("--only", choices=("times", "faults"), help="a part of it")
     parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--mebibytes", type=int, default=400, help="size of a checkpoint")
+    parser.add_argument("--rounds", type=at_least(1), default=10)
+    parser.add_argument("--mebibytes", type=at_least(1), default=400, help="size of a checkpoint")
     given = parser.parse_args()
     torch.set_num_threads(1)
     rows = []

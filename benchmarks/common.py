@@ -2,15 +2,53 @@
 
 from __future__ import annotations
 
+import argparse
+import math
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NoReturn
 
 import torch
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a type for argparse: whole numbers from ``least`` on."""
+
+    def whole_number(text: str) -> int:
+        with suppress(ValueError):
+            if (number := int(text)) >= least:
+                return number
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
+
+    return whole_number
+
+
+def above_zero(text: str) -> float:
+    """Be a type for argparse: finite numbers above 0."""
+    with suppress(ValueError):
+        if 0 < (number := float(text)) < math.inf:
+            return number
+    raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+
+
+def part_of(program: str, what: str | None) -> NoReturn:
+    """End a file that is no program by itself, with ``--help`` or a usage message.
+
+    Args:
+        program: The module that uses it, with arguments.
+        what: Its docstring.
+    """
+    epilog = f"A part of `python -m {program}`, and no program by itself."
+    parser = argparse.ArgumentParser(
+        description=what, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args()
+    parser.error(f"it is no program by itself; run: python -m {program}")
 
 
 @contextmanager

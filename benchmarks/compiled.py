@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import TensorDataset
 
-from benchmarks.common import environment, scratch, table
+from benchmarks.common import above_zero, at_least, environment, scratch, table
 from benchmarks.nets import ConvTask, TextTask
 from benchmarks.networking.hosts import Network, Unavailable
 from benchmarks.resting import Chain
@@ -248,12 +248,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("mode", choices=[*MODES, "rank"])
-    parser.add_argument("--rounds", type=int, default=5, help="in which everyone trains once")
-    parser.add_argument("--steps", type=int, default=40, help="that count, in each round")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="for recipes")
+    parser.add_argument(
+        "--rounds", type=at_least(1), default=5, help="in which everyone trains once"
+    )
+    parser.add_argument("--steps", type=at_least(1), default=40, help="that count, in each round")
+    parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2], help="for recipes")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="of a step, for recipes")
-    parser.add_argument("--mbit", type=float, nargs="+", default=[1000.0], help="for overlap")
-    parser.add_argument("--compute-ms", type=float, default=900.0, help="of a step, for overlap")
+    parser.add_argument("--mbit", type=above_zero, nargs="+", default=[1000.0], help="for overlap")
+    parser.add_argument(
+        "--compute-ms", type=above_zero, default=900.0, help="of a step, for overlap"
+    )
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
     given = parser.parse_args()
     if given.mode == "rank":

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
-from benchmarks.common import environment, scratch, table
+from benchmarks.common import at_least, environment, scratch, table
 from benchmarks.networking.hosts import Network
 from benchmarks.resting import Chain
 from recipes.language_model import ByteTransformer, PythonTopics
@@ -205,8 +205,8 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--nets", nargs="+", choices=list(NETS), default=list(NETS))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--rounds", type=at_least(1), default=5)
+    parser.add_argument("--seeds", type=at_least(1), default=2)
     parser.add_argument("--only", choices=("speed", "loss"))
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--rank", action="store_true", help="for what this program starts itself")

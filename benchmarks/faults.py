@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from benchmarks.common import part_of
+
 Before: TypeAlias = Callable[[str, tuple[Any, ...]], None]
 
 _EVENTS = {
@@ -270,3 +272,7 @@ class Disk:
             self._change(parent, {name: None})
 
     _rmdir = _unlink
+
+
+if __name__ == "__main__":
+    part_of("benchmarks.checkpoint --only faults", __doc__)

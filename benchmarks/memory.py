@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.common import scratch, table
+from benchmarks.common import at_least, scratch, table
 from benchmarks.remembering.net import STEPS
 
 RANKS = 2
@@ -135,7 +135,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
-    parser.add_argument("--data", type=int, nargs="+", default=[16, 512], help="MB of samples")
+    parser.add_argument(
+        "--data", type=at_least(1), nargs="+", default=[16, 512], help="MB of samples"
+    )
     given = parser.parse_args()
     for data in given.data:
         peaks = {name: run(name, data) for name in CONTESTANTS}

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
-from benchmarks.common import table
+from benchmarks.common import above_zero, at_least, table
 from benchmarks.networking.hosts import Network, Unavailable
 from benchmarks.networking.probe import Link
 from benchmarks.networking.steps import Contestant, Measured, Workload, measure
@@ -91,17 +91,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("mode", choices=MODES)
-    parser.add_argument("--hosts", type=int, nargs="+", default=[2], help="how many")
+    parser.add_argument("--hosts", type=at_least(2), nargs="+", default=[2], help="how many")
     parser.add_argument(
         "--mbit",
-        type=lambda text: None if text == "none" else float(text),
+        type=lambda text: None if text == "none" else above_zero(text),
         nargs="+",
         default=[1000.0, 200.0, 50.0],
         help="what a host can send and receive, in megabits per second; none: no limit",
     )
-    parser.add_argument("--rounds", type=int, default=3, help="in which everyone trains once")
-    parser.add_argument("--steps", type=int, default=6, help="that count, in each round")
-    parser.add_argument("--timeout-s", type=float, default=1800, help="for one row")
+    parser.add_argument(
+        "--rounds", type=at_least(1), default=3, help="in which everyone trains once"
+    )
+    parser.add_argument("--steps", type=at_least(1), default=6, help="that count, in each round")
+    parser.add_argument("--timeout-s", type=above_zero, default=1800, help="for one row")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
     given = parser.parse_args()
     mode, header = MODES[given.mode]

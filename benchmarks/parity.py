@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
-from benchmarks.common import scratch, table
+from benchmarks.common import at_least, scratch, table
 from recipes.mnist import PIXEL_MEAN, PIXEL_STD, Batch, Digits, MnistData, MnistTask
 from trainer import Trainer
 from trainer.data.plan import epoch_order
@@ -275,8 +275,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
-    parser.add_argument("--images", type=int, default=Length.images, help="of the training set")
-    parser.add_argument("--epochs", type=int, default=Length.epochs, help="over these images")
+    parser.add_argument(
+        "--images", type=at_least(1), default=Length.images, help="of the training set"
+    )
+    parser.add_argument(
+        "--epochs", type=at_least(1), default=Length.epochs, help="over these images"
+    )
     given = parser.parse_args()
     length = Length(given.images, given.epochs)
     with redirect_stdout(sys.stderr):  # what the Trainer says is no part of the table

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from benchmarks.common import scratch, table
+from benchmarks.common import above_zero, scratch, table
 from benchmarks.networking.hosts import Network
 from benchmarks.resting import rest
 from trainer import TaskModule, Trainer
@@ -132,7 +132,7 @@ def compare(mbits: Sequence[float], markdown: bool) -> tuple[str, float]:
 def main() -> None:
     """Print the table; end with code 1 if the bound is broken."""
     parser = argparse.ArgumentParser(description="Predict steps on shaped hosts.")
-    parser.add_argument("--mbit", type=float, nargs="+", default=[50.0, 200.0, 1000.0])
+    parser.add_argument("--mbit", type=above_zero, nargs="+", default=[50.0, 200.0, 1000.0])
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--on-host", choices=("plan", "steps"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()

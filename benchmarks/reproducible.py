@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
-from benchmarks.common import scratch, table
+from benchmarks.common import at_least, scratch, table
 from benchmarks.nets import ConvTask, TwoLayers
 from recipes.mnist import MnistData
 from trainer import TaskModule, Trainer, distributed
@@ -95,9 +95,11 @@ def _seconds(task: TaskModule, data: Any, steps: int, options: dict[str, Any]) -
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=2 * LOG_EVERY, help="that count, in each")
+    parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2, 4])
+    parser.add_argument("--rounds", type=at_least(1), default=7)
+    parser.add_argument(
+        "--steps", type=at_least(1), default=2 * LOG_EVERY, help="that count, in each"
+    )
     parser.add_argument("--markdown", action="store_true")
     args = parser.parse_args()
     size = GLOBAL_BATCH * (WARM_UP + args.steps + 1)

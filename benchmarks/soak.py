@@ -29,7 +29,7 @@ from pathlib import Path
 from random import Random
 from statistics import median
 
-from benchmarks.common import table
+from benchmarks.common import at_least, table
 from benchmarks.soaking import crowd, hangs, kills, stops, storage
 from benchmarks.soaking.checks import Outcome, Undisturbed
 from benchmarks.soaking.fault import Fault
@@ -158,7 +158,7 @@ def main() -> None:
     which.add_argument("--faults", nargs="+", default=[""], help="rows whose names begin so")
     which.add_argument("--only", choices=[fault.name for fault in FAULTS], metavar="ROW")
     parser.add_argument("--moment", choices=MOMENTS, metavar="MOMENT", help="only at this one")
-    parser.add_argument("--times", type=int, help="how often each")
+    parser.add_argument("--times", type=at_least(1), help="how often each")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--markdown", action="store_true")
     args = parser.parse_args()

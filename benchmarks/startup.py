@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from benchmarks.common import scratch, table
+from benchmarks.common import at_least, scratch, table
 from benchmarks.starting.digits import FIRST, LAST, STEPS
 
 LIMIT_S = 120
@@ -144,8 +144,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
-    parser.add_argument("--rounds", type=int, default=5, help="that count, after one to warm up")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument(
+        "--rounds", type=at_least(1), default=5, help="that count, after one to warm up"
+    )
+    parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2, 4])
     parser.add_argument("--only", nargs="+", default=list(CONTESTANTS), choices=CONTESTANTS)
     given = parser.parse_args()
     names = [

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.common import scratch
+from benchmarks.common import part_of, scratch
 from benchmarks.faults import Disk, Failing, Killing, damage, interfering, quickly
 from trainer import load_weights
 from trainer.checkpoint.finding import newest_valid, store_of
@@ -238,3 +238,7 @@ FAULTS: dict[str, Callable[[], Iterator[bool]]] = {
     "power failure at a call": lambda: power_failures((0.0, 0.3, 0.5, 0.7, 1.0)),
     "damaged file": lambda: damages(10_000),
 }
+
+
+if __name__ == "__main__":
+    part_of("benchmarks.checkpoint --only faults", __doc__)

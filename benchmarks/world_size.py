@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import scratch, table
+from benchmarks.common import at_least, scratch, table
 from recipes.language_model import ByteTransformer, PythonTopics
 from recipes.mnist import PIXEL_MEAN, PIXEL_STD, Batch, MnistData, MnistTask
 from trainer import DataModule, TaskModule, Trainer
@@ -181,8 +181,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=at_least(1), default=50)
+    parser.add_argument("--seeds", type=at_least(1), default=5)
     given = parser.parse_args()
     with redirect_stdout(sys.stderr):  # what the Trainer says is no part of the table
         lines = [

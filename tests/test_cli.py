@@ -174,6 +174,11 @@ def test_the_experiments_compose(name: str) -> None:
         (["gpus=2"], "it is called devices here: set devices='2'"),
         (["task.widht=2"], "did you mean task.width? (+task.widht=... adds a key of your own)"),
         (["task.zzz=2", "task.yyy=3"], "there are: _target_, width."),
+        (["mode=Fit"], "did you mean mode=fit?"),
+        (["plan.steps=3"], "plan.steps=3 with mode=fit has no effect; set mode=plan, or leave it"),
+        (["mode=verify", "plan.steps=3"], "plan.steps=3 with mode=verify has no effect"),
+        (["mode=test", "trainer.profile=startup"], "set mode=fit, or leave it out"),
+        (["mode=validate", "test=true"], "test=true with mode=validate has no effect"),
         (["mode=train"], "mode=train is not known; it must be one of fit, validate, test, predict"),
         (["test=maybe"], "it must be true or false"),
         (["ckpt_path=best"], "ckpt_path=best with mode=fit"),
@@ -214,6 +219,12 @@ def test_a_mistake_in_a_file(folder: str) -> None:
     assert "max_epochs='two' is a string" in refusal(folder)
 
 
+def test_a_file_holds_options_for_every_mode(folder: str) -> None:
+    Path(folder, "app.yaml").write_text(CONFIG + "plan: {steps: 3}\ntest: true\n")
+    check(folder)
+    check(folder, "mode=validate")
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -225,6 +236,9 @@ def test_a_mistake_in_a_file(folder: str) -> None:
         ["+seed=3", "trainer.seed=${seed}"],
         ["trainer.run_dir=${hydra:runtime.cwd}/runs"],
         ["mode=validate", "trainer.max_epochs=null"],
+        ["mode=validate", "test=false", "trainer.profile=null"],
+        ["mode=plan", "plan.steps=3"],
+        ["trainer.profile=startup", "test=true"],
         ["mode=test", "ckpt_path=last", "trainer.run_dir=runs/mine"],
     ],
 )

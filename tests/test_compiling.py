@@ -4,7 +4,10 @@ Most tests compile with a stand-in for inductor: torch's ``aot_eager``, which tr
 graphs as inductor does, and then runs them as they are.
 """
 
+import io
 import os
+import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
-from trainer import TaskModule, compiling
+from trainer import TaskModule, compiling, stopping
 
 # Of torch's compiler. It hides the first, which does not help where warnings are errors.
 pytestmark = [
@@ -232,6 +235,47 @@ def test_what_the_compiler_lacks_is_said_before_ranks_are_started(
     with missing, pytest.raises(ValueError, match=r"no C\+\+ compiler"):
         fit(Net(4), tmp_path, compile=True)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_for_code_that_cannot_be_written_is_said_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    for folder, reason in {tmp_path / "file": "File exists", Path("/proc/none"): "No such"}.items():
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        words = (
+            f"cannot write the code that it makes to {folder}: {reason}.*TORCHINDUCTOR_CACHE_DIR"
+        )
+        with pytest.raises(ValueError, match=words):
+            fit(Net(4), tmp_path / "run", compile=True)
+    monkeypatch.setattr(compiling, "TemporaryFile", lambda dir: io.FileIO("/dev/full", "w"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with pytest.raises(ValueError, match="No space left on device; make room there"):
+        fit(Net(4), tmp_path / "run", compile=True)
+
+
+def test_a_signal_to_the_compiler_too_lets_the_run_stop_as_usual(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[int] = []
+
+    def compile_struck(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        # What a compiler is: a process that ends by itself, if it may.
+        with subprocess.Popen(["sleep", "0.1"]) as compiler:
+            os.kill(os.getpid(), signal.SIGTERM)
+            compiler.terminate()
+        codes.append(compiler.returncode)
+        return compile_and_note(graph, inputs)
+
+    torch._dynamo.register_backend(compile_struck, name="struck")
+    monkeypatch.setattr(compiling, "BACKEND", "struck")
+    with pytest.raises(SystemExit) as stopped:
+        fit(Net(4), tmp_path, compile=True)
+    assert stopped.value.code == 143
+    assert set(codes) == {0}
+    assert (tmp_path / "checkpoints" / "step-00000001").is_dir()
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(stopping.STOP_SIGNALS)
+    torch._dynamo.reset()
 
 
 def test_inductor_draws_the_same_numbers(tmp_path: Path) -> None:

@@ -96,6 +96,17 @@ def test_accepted(given: dict[str, Any], kept: Any) -> None:
         ({"checkpoint": {"keep": 0}}, "checkpoint.keep=0 is not allowed"),
         ({"checkpoint": {"keep": -1}}, "checkpoint.keep=null to keep all"),
         ({"checkpoint": {"mode": "biggest"}}, "it must be min or max"),
+        ({"comm_hook": "powerSGD"}, "powersgd+bf16 or null; did you mean comm_hook=powersgd?"),
+        ({"comm_hook": "power_sgd"}, "did you mean comm_hook=powersgd?"),
+        ({"comm_hook": "powersgd-bf16"}, "did you mean comm_hook=powersgd+bf16?"),
+        ({"comm_hook": "None"}, "set comm_hook=null"),
+        ({"bucket_cap_mb": "Auto"}, "did you mean bucket_cap_mb=auto?"),
+        ({"profile": "Startup"}, "did you mean profile=startup?"),
+        ({"compile": "reduce_overhead"}, "did you mean compile=reduce-overhead?"),
+        ({"compile": "default"}, "set compile=true"),
+        ({"precision": "bfloat16"}, "set precision=bf16"),
+        ({"checkpoint": {"mode": "MAX"}}, "did you mean checkpoint.mode=max?"),
+        ({"accept_changes": ["Model", "optimiser"]}, "did you mean accept_changes=[model,op"),
         ({"strategy": "fsdp"}, "this version has strategy=ddp"),
         ({"strategy": "auto"}, "set strategy=ddp"),
         ({"strategy": "ddp_spawn"}, "chosen by launcher"),
@@ -163,6 +174,7 @@ def test_refused(given: dict[str, Any], words: str) -> None:
         ({"greater_is_better": True}, "set checkpoint.mode=max"),
         ({"use_cpu": True}, "set accelerator=cpu"),
         ({"limit_predict_batches": 2}, "pass it a shorter one"),
+        ({"profiler": "simple"}, "set profile=startup"),
     ],
 )
 def test_an_unknown_name_leads_to_ours(given: dict[str, Any], words: str) -> None:
@@ -186,6 +198,21 @@ def test_a_value_of_the_wrong_type_never_passes_for_any_option() -> None:
         assert f"{name}=" in refusal(**{name: object()})
     for name in option_fields(CheckpointConfig):
         assert f"checkpoint.{name}=" in refusal(checkpoint={name: object()})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"precision": "fp64"}, {"comm_hook": "topk"}, {"accept_changes": ["model", "lr"]}],
+)
+def test_what_is_no_spelling_of_a_value_is_not_guessed_at(given: dict[str, Any]) -> None:
+    assert "did you mean" not in refusal(**given)
+
+
+def test_other_words_lead_to_values_that_are_allowed() -> None:
+    for name, words in migration.VALUES.items():
+        for word, ours in words.items():
+            assert f"set {name}={ours}" in refusal(**{name: word})
+            TrainerConfig.from_options({name: {"null": None, "true": True}.get(ours, ours)})
 
 
 def test_limits() -> None:

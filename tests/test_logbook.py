@@ -82,6 +82,11 @@ def test_the_first_loss_that_is_not_finite_is_named(
     for step, value in enumerate([1.0, 2.0, 3.0, bad, 5.0, math.nan]):
         book.begin(step, 10 * step, 4)
         book.add_loss(torch.tensor(value), 4, is_total=False)
+    with pytest.raises(FloatingPointError, match="Usual causes: a learning rate"):
+        book.check_finite()
+    book.suspect = "a hook"
+    with pytest.raises(FloatingPointError, match="Usual causes: a hook, a learning rate"):
+        book.check_finite()
     where = "step 3, on rank 0, for the samples at positions 30 to 33"
     with pytest.raises(FloatingPointError, match=where):
         book.check_finite()

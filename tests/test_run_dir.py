@@ -1,6 +1,7 @@
 """Where a run writes."""
 
 import os
+import resource
 import time
 from pathlib import Path
 
@@ -93,6 +94,16 @@ def test_a_folder_that_cannot_be_written_is_refused(elsewhere, folder):
         ValueError, match=r"run_dir .* cannot be written: .*; set run_dir=<a folder"
     ):
         choose_run_dir(TrainerConfig(run_dir=folder))
+
+
+def test_a_disk_without_room_is_refused(elsewhere):
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, old[1]))  # an empty file can be made, as there
+    try:
+        with pytest.raises(ValueError, match=r"run_dir .* cannot be written: File too large"):
+            choose_run_dir(TrainerConfig(run_dir="run"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
 
 
 def test_a_folder_is_checked_without_being_made(elsewhere):

@@ -2,14 +2,17 @@
 
 import os
 import sys
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support import Regression, samples
 
-from trainer import distributed, startup
+from trainer import Callback, TaskModule, Trainer, distributed, startup
 from trainer.config import TrainerConfig
+from trainer.failures import RankError
 from trainer.launcher import launch
 from trainer.sending import receive, send
 
@@ -69,6 +72,55 @@ def test_a_full_disk_is_told_from_what_cannot_be_pickled() -> None:
         send(["small"], "/dev/full")
     with pytest.raises(ValueError, match=r"cannot be sent to the ranks: .*make it picklable"):
         send([torch.ones(MANY), (number for number in range(3))], os.devnull)
+
+
+def identity(value: Any) -> Any:
+    return value
+
+
+def raise_unread() -> None:
+    raise RuntimeError("cannot come back")
+
+
+class Unreadable:
+    def __reduce__(self) -> Any:
+        return raise_unread, ()
+
+
+def cannot_send(trainer: Trainer, task: TaskModule, train: Any) -> str:
+    with pytest.raises(ValueError, match="cannot be sent to the ranks: ") as found:
+        trainer.fit(task, train=train)
+    return str(found.value)
+
+
+def test_what_cannot_be_sent_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("TRAINER_START_METHOD", "fresh")
+    options: dict[str, Any] = {"devices": 2, "max_steps": 1, "run_dir": str(tmp_path)}
+    trainer, data, lock = Trainer(**options, accelerator="cpu"), samples(4), threading.Lock()
+    task = Regression()
+    task.net[2].parts = [0, {"lock": lock}]
+    told = cannot_send(trainer, task, data)
+    assert told.startswith("task.net.2.parts[1]['lock'] cannot be sent to the ranks: cannot pickle")
+    assert told.endswith("or unset TRAINER_START_METHOD, so that the ranks can be forked")
+    data.again, data.lock = data, lock
+    assert cannot_send(trainer, Regression(), data).startswith("train.lock cannot")
+    callback = Callback()
+    callback.lock = lock  # type: ignore[attr-defined]
+    trainer = Trainer(**options, accelerator="cpu", callbacks=[callback])
+    assert cannot_send(trainer, Regression(), samples(4)).startswith("callbacks[0].lock cannot")
+    monkeypatch.delenv("TRAINER_START_METHOD")
+    with pytest.raises(ValueError, match=r"the line `launcher: \.\.\.` says why"):
+        send([lock], os.devnull)
+
+
+def test_an_error_while_a_rank_reads_its_work_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINER_START_METHOD", "fresh")
+    config = TrainerConfig(devices=2, accelerator="cpu")
+    with pytest.raises(
+        RankError, match="cannot unpickle it: RuntimeError: cannot come back; make"
+    ) as found:
+        launch(identity, Unreadable(), config=config)
+    assert "raise_unread" in str(found.value.__cause__), "the traceback shows where"
 
 
 def test_arrays_arrive_as_they_were(tmp_path: Any) -> None:

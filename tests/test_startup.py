@@ -1,13 +1,17 @@
 """Where the time of a start goes."""
 
+import os
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import Regression, fit_on, samples
+from torch import Tensor
 
-from trainer import startup
+from trainer import Callback, startup
+from trainer.run import Run
 from trainer.startup import Start
 
 
@@ -41,6 +45,47 @@ def test_the_table_comes_after_the_first_step(
     assert ends == sorted(ends)
     if world_size == 1:
         assert sum(seconds for seconds, _ in found.values()) == pytest.approx(ends[-1], abs=0.01)
+
+
+def test_parts_are_named_by_what_they_hold(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Slow(Regression):
+        def on_epoch_start(self) -> None:
+            time.sleep(0.2)
+
+        def forward(self, batch: Any) -> Tensor:
+            time.sleep(0.0 if self.training else 0.3)
+            return super().forward(batch)
+
+    class Late(Callback):
+        def on_fit_start(self, run: Run) -> None:
+            time.sleep(0.1)
+
+    options = {"train": samples(4), "val": samples(4), "max_steps": 1, "num_sanity_val_steps": 1}
+    fit_on(1, Slow(), tmp_path, **options, callbacks=[Late()], profile="startup")
+    found = rows(capfd.readouterr().out)
+    least = {"callbacks": 0.1, "validate": 0.3, "epoch start": 0.2}
+    assert [name for name in found if name in least] == list(least)
+    for name, seconds in least.items():
+        assert found[name][0] >= seconds
+    assert found.get("wrap", (0.0,))[0] < 0.2
+
+
+def test_after_a_restart_the_table_begins_with_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Failing(Regression):
+        def after_optimizer_step(self) -> None:
+            if not (tmp_path / "failed").exists():
+                (tmp_path / "failed").touch()
+                os._exit(3)
+
+    startup.begin()
+    time.sleep(0.02)
+    options = {"train": samples(8), "global_batch_size": 4, "max_steps": 2, "max_restarts": 1}
+    fit_on(1, Failing(), tmp_path / "run", **options, profile="startup")
+    assert next(iter(rows(capfd.readouterr().out))) == "launch"
 
 
 def test_nothing_is_printed_unless_asked_for(

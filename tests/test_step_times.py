@@ -51,14 +51,21 @@ def test_a_step_after_something_else_does_not_count(rank: Rank) -> None:
     rank.steps(1, 1, 2, 30, 4)  # waits for the others in its backward
     rank.steps(1, 1, 2, 3, 4)
     rank.do(Phase.LOGGING, 1.0)
-    own, times = clock.take()
-    assert own.tolist() == pytest.approx([18, 3, 3, 3, 3])
-    assert times == pytest.approx(StepTimes(10, 1, 2, 3, 4))
-    assert clock.take()[1] is None
+    steps = clock.take()
+    assert steps is not None
+    assert steps.mean == pytest.approx(StepTimes(10, 1, 2, 3, 4))
+    assert steps.counts.tolist() == [0, 1, 1, 0, 1]
+    assert steps.before.tolist() == pytest.approx([19, 7, 7, 8, 7])
+    assert steps.backward.tolist() == pytest.approx([9, 3, 3, 30, 3])
+    assert clock.take() is None
 
     rank.steps(1, 1, 2, 30, 4)  # there is no other
     rank.do(Phase.LOGGING, 1.0)
-    assert clock.take()[1] == pytest.approx(StepTimes(37, 1, 2, 30, 4))
+    steps = clock.take()
+    assert steps is not None
+    assert steps.mean == pytest.approx(StepTimes(37, 1, 2, 30, 4))
+    assert steps.counts.tolist() == [1]
+    assert steps.before.tolist() == pytest.approx([8]), "with the logging it begins with"
 
 
 def test_micro_batches_are_added_up(rank: Rank) -> None:
@@ -70,7 +77,10 @@ def test_micro_batches_are_added_up(rank: Rank) -> None:
             rank.do(phase, 1.0)
     rank.do(Phase.OPTIMIZER, 1.0)
     rank.watch.step += 1
-    assert clock.take()[1] == StepTimes(10, 3, 3, 3, 1)
+    steps = clock.take()
+    assert steps is not None
+    assert steps.mean == StepTimes(10, 3, 3, 3, 1)
+    assert steps.before.tolist() == [7]
 
 
 class Device:
@@ -118,25 +128,31 @@ def test_a_device_that_computes_behind_the_host(
     device = Device(rank, monkeypatch)
     clock = StepClock(torch.device("cuda"))
     device.steps(5, loading=0.5)
-    assert clock.take()[1] is None  # which step would be logged, nobody knew
+    assert clock.take() is None  # which step would be logged, nobody knew
     assert device.num_events == 0
 
     device.steps(5, loading=0.5)
-    own, times = clock.take()
+    steps = clock.take()
     assert device.num_events == 5  # of one step
+    assert steps is not None
     # The device waits for the host in the first step after a log event, and then no more.
-    assert times == pytest.approx(StepTimes(7.2, 0.2, 2, 4, 1))
-    assert own.tolist() == pytest.approx([2.2] * 5)
+    assert steps.mean == pytest.approx(StepTimes(7.2, 0.2, 2, 4, 1))
+    assert steps.counts.tolist() == [1] * 5
+    assert steps.before.tolist() == pytest.approx([3.2] * 5)
+    assert steps.backward.tolist() == pytest.approx([4] * 5)
 
     device.steps(5, loading=9.5)  # longer than the device computes
-    assert clock.take()[1] == pytest.approx(StepTimes(12.2, 4.7, 2.5, 4, 1))
+    steps = clock.take()
+    assert steps is not None
+    assert steps.mean == pytest.approx(StepTimes(12.2, 4.7, 2.5, 4, 1))
 
     device.steps(3, loading=0.5)  # another log event comes first
-    own, times = clock.take()
-    assert not len(own)
-    assert times is None
+    assert clock.take() is None
+    rank.do(Phase.BACKWARD, 60.0)  # waits for the rank that did the most while logging
     device.steps(3, loading=0.5)
-    assert clock.take()[1] is not None
+    steps = clock.take()
+    assert steps is not None
+    assert steps.mean == pytest.approx(StepTimes(7.5, 0.5, 2, 4, 1)), "the parts add up"
 
     num_events = device.num_events
     rank.do(Phase.FINISHING, 1.0)  # the end of this fit
@@ -164,8 +180,8 @@ def test_an_evaluation_before_the_step_to_time_leaves_no_events(
         device.steps(1, loading=0.5)
         assert device.num_events == 5
         assert rank.watch.on_enter is None, "nothing is left to time"
-        times = clock.take()[1]
-        assert times is not None
-        assert times.forward == pytest.approx(2.5)
-        assert times.optimizer == pytest.approx(1)
+        steps = clock.take()
+        assert steps is not None
+        assert steps.mean.forward == pytest.approx(2.5)
+        assert steps.mean.optimizer == pytest.approx(1)
         device.num_events = 0

@@ -15,6 +15,7 @@ from trainer import Callback, distributed
 from trainer.config import TrainerConfig
 from trainer.run import Run
 from trainer.verdict import Verdict
+from trainer.watch import STEP_PHASES, Phase, Watch
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -58,7 +59,7 @@ def test_each_limit(make_run: Callable[..., Run]) -> None:
     )
     uneven = {**PARALLEL, "step": 14, "wait": 4.2, "slowest_by": 8}
     assert verdict(make_run(), uneven, uneven, rank=1) == (
-        "imbalance: 60 % of the step waits for rank 1, which takes 145 % longer than the others; "
+        "imbalance: 60 % of the step waits for rank 1, which takes 8 ms longer than the others; "
         "look at its data, and at what else runs on its machine"
     )
     assert verdict(make_run(), uneven, uneven, rank=(0, 1)) == (
@@ -74,6 +75,69 @@ def test_too_little_to_tell(make_run: Callable[..., Run]) -> None:
     assert verdict(make_run(), *[COMPUTE] * 28, every=1) is None, "the first ten do not count"
     assert verdict(make_run(), *[COMPUTE] * 29, every=1) is not None
     assert verdict(make_run(), {}, {}) is None, "a device that has not been timed"
+
+
+@pytest.mark.parametrize(
+    ("spent", "named"),
+    [
+        (
+            {Phase.CALLBACKS: 3.0, Phase.LOGGING: 1.0, Phase.VALIDATION: 3.5},
+            "logging and callbacks: 47 %",
+        ),
+        ({Phase.EVALUATION_LOADING: 1.0, Phase.VALIDATION: 1.0}, "evaluation: 67 %"),
+        ({Phase.EPOCH_START: 1.0}, "starting epochs: 50 %"),
+        ({Phase.SAVING: 1.0}, "saving: 50 %"),
+        ({Phase.BACKWARD: 2.0, Phase.SAVING: 1.0}, "steps right after something else: 50 %"),
+        ({Phase.SAVING: 0.26}, "saving: 21 %"),
+        ({Phase.SAVING: 0.24}, "compute: 85 %"),
+        # A device is waited for while logging.
+        ({Phase.LOGGING: 0.9, Phase.FORWARD: -0.9}, "compute: 85 %"),
+        ({Phase.LOGGING: 0.9, Phase.FORWARD: -0.9, Phase.VALIDATION: 0.5}, "evaluation: 33 %"),
+    ],
+)
+def test_what_is_outside_of_steps(
+    spent: dict[Phase, float],
+    named: str,
+    make_run: Callable[..., Run],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watch = Watch()
+    monkeypatch.setattr("trainer.verdict.watch", watch)
+    run = make_run()
+    told = Verdict(run)
+    values = {f"perf/{name}_ms": value for name, value in COMPUTE.items()}
+    watch.seconds[Phase.STARTING] = watch.seconds[Phase.SAVING] = 1e3
+    for _ in range(3):  # of which the first does not count
+        run._state.step += 50
+        told.add(run, values)
+        watch.seconds[Phase.BACKWARD] += 0.5 if run.step < 150 else 0  # 50 steps of 10 ms
+    assert sum(watch.seconds[STEP_PHASES]) == 1
+    for phase, seconds in spent.items():
+        watch.seconds[phase] += seconds
+    line = told.line(run)
+    assert line is not None
+    assert line.startswith(f"{named} of the ")
+
+
+def test_what_to_try_outside_of_steps(
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = Watch()
+    monkeypatch.setattr("trainer.verdict.watch", watch)
+    for asynchronous, tries in (
+        (True, "saving less often"),
+        (False, "checkpoint.asynchronous=true or saving less often"),
+    ):
+        config = TrainerConfig(max_epochs=1, checkpoint={"asynchronous": asynchronous})
+        run = make_run(config=config)
+        told = Verdict(run)
+        for _ in range(2):
+            run._state.step += 50
+            told.add(run, {"perf/step_ms": 10.0})
+        watch.seconds[Phase.BACKWARD] += 0.5
+        watch.seconds[Phase.SAVING] += 0.5
+        expected = f"saving: 50 % of the time, ordinary steps 50 %; try {tries}"
+        assert told.line(run) == expected
 
 
 class Large(nn.Linear):
@@ -141,9 +205,9 @@ class Judge(Callback):
 
     def on_log(self, run: Run, metrics: dict[str, float]) -> None:
         self.verdict.add(run, metrics)
-
-    def on_fit_end(self, run: Run) -> None:
-        self.line = self.verdict.line(run)
+        self.line = self.verdict.line(
+            run
+        )  # before the last save, which takes long for so few steps
 
 
 def judged(folder: Path) -> dict[str, str]:

@@ -12,21 +12,23 @@ happens to have compiled for another one.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainer import distributed
+from trainer import distributed, stopping
 from trainer.config import TrainerConfig
 from trainer.lazy_dynamo import load_dynamo
-from trainer.messages import listed
+from trainer.messages import listed, reason
 from trainer.strategies.bucket_size import TORCHS_FIRST_MB, TORCHS_OWN_MB
 from trainer.task import TaskModule
 
@@ -34,6 +36,8 @@ BACKEND = "inductor"
 
 _MIB = 2**20
 _MOST_SHAPES = 64  # that have code of their own
+_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+_ROOM = 2**20  # bytes that are free where code is written: enough for a small task
 
 Backend = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
 
@@ -46,6 +50,8 @@ def prepare_to_compile(config: TrainerConfig) -> None:
     """
     if not config.compile:
         return
+    if _FOLDER in os.environ:  # else it is where temporary files are
+        _check_folder(os.environ[_FOLDER])
     load_dynamo()
     if BACKEND != "inductor":
         return
@@ -99,7 +105,11 @@ def compiled(task: TaskModule, config: TrainerConfig) -> Iterator[None]:
     nn.Module.compile(task, backend=_cutting(_backend(config), config), dynamic=dynamic)
     TaskModule.log = dynamo.disable(log)  # type: ignore[method-assign]
     try:
-        with dynamo.config.patch(settings), warnings.catch_warnings():
+        with (
+            dynamo.config.patch(settings),
+            _compilers_spared(dynamo.callback.callback_handler),
+            warnings.catch_warnings(),
+        ):
             # Of compiled convolutions; nobody can do anything about it.
             warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
             yield
@@ -112,6 +122,28 @@ def compiled(task: TaskModule, config: TrainerConfig) -> Iterator[None]:
     finally:
         TaskModule.log = log  # type: ignore[method-assign]
         task._compiled_call_impl = call
+
+
+@contextmanager
+def _compilers_spared(told: Any) -> Iterator[None]:
+    """Keep signals that ask to stop from the C++ compiler, which would die of them.
+
+    Schedulers, ``timeout`` and Ctrl-C send them to all processes of a group. While code is made
+    they wait; so the run stops after the step, saved, as at any other time.
+
+    Args:
+        told: Dynamo's handler of callbacks; it is told in the thread that compiles, also where
+            the code for backward is made in the backward.
+    """
+    held = ExitStack()
+    start = told.register_start_callback(lambda _: held.enter_context(stopping.held_back()))
+    end = told.register_end_callback(lambda _: held.close())
+    try:
+        yield
+    finally:
+        for known, callback in ((told.start_callbacks, start), (told.end_callbacks, end)):
+            if callback in known:  # else `torch.compiler.reset()` was called
+                known.remove(callback)
 
 
 def _backend(config: TrainerConfig) -> Backend:
@@ -155,6 +187,19 @@ def _refuse_own(task: TaskModule) -> None:
             "otherwise under DDP than on one rank; leave it to compile=true, or set "
             "reproducible=false"
         )
+
+
+def _check_folder(folder: str) -> None:
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with TemporaryFile(dir=folder) as file:
+            file.write(bytes(_ROOM))
+    except OSError as error:
+        raise ValueError(
+            f"compile=true, but torch cannot write the code that it makes to {folder}: "
+            f"{reason(error)}; make room there or set {_FOLDER} to another folder, or set "
+            "compile=false"
+        ) from error
 
 
 def _check_cpp() -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 HYDRA_VERSION = "1.3"
 MODES = ("fit", "validate", "test", "predict", "verify", "plan")
+ONLY_IN = {"plan": "plan", "trainer.profile": "fit", "test": "fit"}  # keys, and the mode for them
 
 # The top level of every config, with its defaults; `task` and `data` come from the project.
 DEFAULTS: dict[str, Any] = {
@@ -102,7 +103,11 @@ def check_config(cfg: DictConfig) -> dict[str, Any]:
             f"line: {open_keys[0]}=..."
         )
     if cfg.get("mode", "fit") not in MODES:
-        raise ValueError(f"mode={cfg.mode} is not known; it must be one of {', '.join(MODES)}")
+        near = migration.nearest(str(cfg.mode), MODES)
+        advice = f"; did you mean mode={near}?" if near else ""
+        raise ValueError(
+            f"mode={cfg.mode} is not known; it must be one of {', '.join(MODES)}{advice}"
+        )
     if not isinstance(cfg.get("test", False), bool):
         raise ValueError(f"test={cfg.test} is not allowed; it must be true or false")
     if cfg.get("ckpt_path") is not None and cfg.get("mode", "fit") in ("fit", "verify", "plan"):
@@ -166,6 +171,7 @@ def check_command_line(
         try:
             cfg = _compose(folder, config_name, variant)
             options = check_config(cfg)
+            _check_effect(parsed, cfg.get("mode", "fit"))
         except (HydraException, OmegaConfBaseException) as error:
             raise ValueError(_explain(error, folder, config_name, variant)) from None
         _check_groups(parsed, cfg, folder)
@@ -246,6 +252,18 @@ def _check_switched_off(overrides: list[Override]) -> None:
         key = override.key_or_group
         if key in ("callbacks", "logger") and override.value() in (None, False, []):
             raise ValueError(f"{override.input_line}: to have none at all, write +{key}=none")
+
+
+def _check_effect(overrides: list[Override], mode: str) -> None:
+    """Refuse what another mode alone would do; in a file it may stand there for that mode."""
+    for override in overrides:
+        asked = override.key_or_group
+        only = ONLY_IN.get(asked) or ONLY_IN.get(asked.partition(".")[0], mode)
+        if only != mode and override.value() not in (None, False):
+            raise ValueError(
+                f"{override.input_line} with mode={mode} has no effect; set mode={only}, or leave "
+                "it out"
+            )
 
 
 def _check_groups(overrides: list[Override], cfg: DictConfig, folder: str) -> None:

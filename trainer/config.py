@@ -93,7 +93,8 @@ class TrainerConfig:
     bucket_cap_mb: float | str | None = option(
         None,
         "MiB per gradient bucket of DDP; null: torch's own (25, after a small first bucket); "
-        "`auto`: the fastest of a few that are tried in the first 50 steps or so.",
+        "`auto`: the fastest of a few that are tried in the first 50 steps or so, "
+        "with PowerSGD from powersgd_start_step on.",
         above=0,
         choices=("auto",),
     )
@@ -113,7 +114,8 @@ class TrainerConfig:
         None,
         "Compress gradients for the all-reduce: `fp16` or `bf16` halve them; `powersgd` sends a "
         "low-rank approximation, as it is or in half the bytes (`powersgd+fp16`, `powersgd+bf16`), "
-        "and makes up for its error in later steps. null: send them as they are.",
+        "and makes up for its error in later steps. fp16 cannot hold gradients beyond 65504, bf16 "
+        "has the range of fp32. null: send them as they are.",
         choices=("fp16", "bf16", "powersgd", "powersgd+fp16", "powersgd+bf16"),
     )
     powersgd_rank: int = option(
@@ -268,7 +270,8 @@ class TrainerConfig:
     )
     profile: str | None = option(
         None,
-        "`startup`: after the first step, say where the time since the start of the program went.",
+        "`startup`: after the first step of a fit, say where the time since the start of the "
+        "program went; after a restart, since that.",
         choices=("startup",),
     )
     num_threads: int | str = option(

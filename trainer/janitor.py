@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 
 # A group first gets SIGTERM, which multiprocessing's resource tracker ignores: it ends by itself,
 # and removes semaphores, when the other processes of its group have ended.
@@ -59,9 +60,14 @@ class Janitor:
         folder: A new temporary folder, which it removes.
     """
 
-    def __init__(self) -> None:
-        """Make the folder and start the shell."""
-        self.folder = tempfile.mkdtemp(prefix="trainer-")
+    def __init__(self, prefix: str = "trainer-", place: Path | None = None) -> None:
+        """Make the folder and start the shell.
+
+        Args:
+            prefix: Begins the folder's name.
+            place: Where the folder is; None is where temporary files go.
+        """
+        self.folder = tempfile.mkdtemp(prefix=prefix, dir=place)
         end, self._pipe = os.pipe()
         _pipes.add(self._pipe)
         self._shell = subprocess.Popen(

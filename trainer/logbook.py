@@ -35,11 +35,13 @@ class Logbook:
     Attributes:
         has_weight: Whether this rank has recorded a loss in the current step.
         place: Step and position of the current micro-batch.
+        suspect: What in this run may have made a loss infinite or NaN; None if nothing special.
     """
 
     def __init__(self) -> None:
         self.has_weight = False
         self.place = (0, 0)
+        self.suspect: str | None = None
         # Per name: values since the last stack, their weights, and the stacks of both.
         self._values: dict[str, list[torch.Tensor | float]] = defaultdict(list)
         self._weights: dict[str, list[torch.Tensor | float]] = defaultdict(list)
@@ -240,11 +242,13 @@ class Logbook:
             (r for r, place in enumerate(found) if place is not None), key=lambda r: found[r] or ()
         )
         step, position, count = found[rank] or (0, 0, 0)
+        suspect = "" if self.suspect is None else f"{self.suspect}, "
         raise NotFiniteError(
             f"the loss became NaN or infinite first at step {step}, on rank {rank}, for the "
             f"samples at positions {position} to {position + count - 1} of the epoch. Nothing was "
-            "saved since. Usual causes: a learning rate that is too high, a logarithm or division "
-            "by 0, broken inputs; detect_anomaly=true names the operation"
+            f"saved since. Usual causes: {suspect}a learning rate that is too high, a logarithm or "
+            "division by 0, broken inputs; detect_anomaly=true names the operation, if it is one "
+            "of the task's"
         )
 
 

@@ -6,7 +6,7 @@ Nothing here makes a foreign name work: it turns an error into the line to write
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainer.config import DEFAULT_GLOBAL_BATCH_SIZE, option_names
@@ -101,7 +101,8 @@ WITHOUT = {
         "the task's learning rate is meant for",
     ),
     "plugins": "there are none; a strategy of your own is a _target_ under strategy",
-    "profiler": "this version has none; callbacks see perf/ values in every log",
+    "profiler": "set profile=startup for where the time until the first step goes; callbacks see "
+    "perf/ values of the steps in every log",
     "enable_checkpointing": "set checkpoint.every_n_epochs=null for no checkpoints by epoch",
     "save_strategy": "set checkpoint.every_n_steps or checkpoint.every_n_epochs",
     "eval_strategy": "set validate_every_n_steps or validate_every_n_epochs",
@@ -134,10 +135,16 @@ def explain_unknown(name: str, options: Mapping[str, Any]) -> str:
     return f"{head}; the options are: {', '.join(option_names())}"
 
 
-def nearest(name: str, names: list[str]) -> str | None:
-    """Return the entry of ``names`` that is closest to ``name`` by its last part, if any is."""
+def nearest(name: str, names: Sequence[str], cutoff: float = 0.6) -> str | None:
+    """Return the entry of ``names`` that is closest to ``name`` by its last part, if any is.
+
+    Args:
+        name: As given.
+        names: To choose from.
+        cutoff: How alike they must be, from 0 to 1.
+    """
     by_last_part = {full.rpartition(".")[2]: full for full in reversed(names)}
-    found = difflib.get_close_matches(name.lower(), by_last_part, n=1, cutoff=0.6)
+    found = difflib.get_close_matches(name.lower(), by_last_part, n=1, cutoff=cutoff)
     return by_last_part[found[0]] if found else None
 
 
@@ -161,6 +168,8 @@ def hint(name: str, value: Any) -> str | None:
     """Return what to write for a value that other trainers take and this one refuses."""
     if value == -1 and type(value) is int:
         return VALUES_OF_MINUS_ONE.get(name)
+    if isinstance(value, str) and (ours := VALUES.get(name, {}).get(value.lower())):
+        return f"{name}={ours}"
     if name == "accelerator" and value in ("gpu", "nccl", "gloo"):
         return f"accelerator={'cpu' if value == 'gloo' else 'cuda'}"
     if name == "devices" and isinstance(value, list | tuple):
@@ -175,6 +184,25 @@ def hint(name: str, value: Any) -> str | None:
         return f"limit_train_batches={value} and limit_val_batches={value}"
     return None
 
+
+# Other words for a value, which are not just another spelling (PyTorch, Accelerate).
+VALUES = {
+    "comm_hook": {
+        "bf16_compress_hook": "bf16",
+        "fp16_compress_hook": "fp16",
+        "powersgd_hook": "powersgd",
+        "none": "null",
+        "no": "null",
+    },
+    "compile": {"default": "true"},
+    "precision": {
+        "bfloat16": "bf16",
+        "float16": "fp16",
+        "half": "fp16",
+        "float32": "fp32",
+        "no": "fp32",
+    },
+}
 
 VALUES_OF_MINUS_ONE = {
     "devices": "devices=auto for all devices",

@@ -40,6 +40,16 @@ def note_late_start(start_step: int, total_steps: int | None) -> None:
         )
 
 
+def note_too_small(rank: int) -> None:
+    """Print, on rank 0, that PowerSGD finds no matrix that is worth compressing."""
+    if distributed.rank() == 0:
+        print(
+            "note: PowerSGD compresses nothing: no parameter that is trained has so many rows and "
+            f"columns that powersgd_rank={rank} would halve what is sent of it; a lower rank might",
+            flush=True,
+        )
+
+
 def notes_on_cut(
     task: nn.Module, plan: GlobalBatchPlan, config: TrainerConfig, world_size: int
 ) -> list[str]:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import Field, field, fields, is_dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+_ALIKE = 0.8  # spellings of one value: fp64 is not one of fp16's, which is 0.75
+
 
 def option(
     default: Any,
@@ -72,8 +74,21 @@ def check_fields(config: Any, prefix: str = "") -> None:
 def _must_be(name: str, value: Any, spec: Field[Any], hint: Any) -> str:
     from trainer.migration import hint as foreign_hint
 
-    advice = foreign_hint(name, value)
-    return f"it must be {allowed(spec, hint)}" + (f": set {advice}" if advice else "")
+    text = f"it must be {allowed(spec, hint)}"
+    if advice := foreign_hint(name, value):
+        return f"{text}: set {advice}"
+    meant = _meant(value, spec.metadata.get("choices", ()))
+    return f"{text}; did you mean {name}={meant}?" if meant else text
+
+
+def _meant(value: Any, choices: Sequence[str]) -> str | None:
+    """Return what was meant, if that is one of the choices in another spelling."""
+    from trainer.migration import nearest
+
+    if isinstance(value, list):
+        meant = [found for each in value if (found := _meant(each, choices))]
+        return show(meant) if value and len(meant) == len(value) else None
+    return nearest(value, choices, cutoff=_ALIKE) if isinstance(value, str) else None
 
 
 def _members(hint: Any) -> tuple[Any, ...]:

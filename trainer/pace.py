@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from trainer import distributed
-from trainer.step_times import StepClock, StepTimes
+from trainer.step_times import StepClock, Steps, StepTimes
 from trainer.strategies.comm_clock import CommTimes
 
 _MOST_COLUMNS = 100  # for the steps of a log interval: of more than this, several go together
 _NAMES = [f"perf/{name}_ms" for name in StepTimes._fields]
-_NUM_MEANS = len(_NAMES) + len(CommTimes._fields)
+_NUM_MEANS = len(_NAMES) + 2  # and a backward's own computation, and hidden communication
 
 
 class Pace:
@@ -28,10 +28,10 @@ class Pace:
     def __init__(self, device: torch.device) -> None:
         """Get ready to measure on ``device``."""
         self._clock = StepClock(device)
-        self._times: StepTimes | None = None
+        self._mean: StepTimes | None = None
         self._knows_comm = False
         self._tells_comm = False  # in some intervals
-        self._column_steps = np.zeros(0)  # how many steps go together in each column
+        self._column_steps = np.zeros(0)  # how many steps that count go together in each column
 
     def table(self, take_comm_times: Callable[[], CommTimes | None]) -> torch.Tensor | None:
         """Return what this rank has measured since the last call, to be summed over the ranks.
@@ -40,60 +40,72 @@ class Pace:
             take_comm_times: The strategy's; called when the host has waited for the device.
 
         Returns:
-            Nanoseconds as int64, a row per rank: loading and forward of each step, then the means.
-            None for one rank alone.
+            Nanoseconds as int64, a row per rank: all but the backward of each step that counts,
+            then the means. None for one rank alone.
         """
-        own, self._times = self._clock.take()
+        steps = self._clock.take()
         comm = take_comm_times()
+        self._mean = None if steps is None else steps.mean
         self._knows_comm = comm is not None
         self._tells_comm |= self._knows_comm
         if distributed.world_size() == 1:
             return None
-        columns = min(len(own), _MOST_COLUMNS)
+        columns = 0 if steps is None else min(len(steps.counts), _MOST_COLUMNS)
         table = torch.zeros(distributed.world_size(), columns + _NUM_MEANS, dtype=torch.int64)
-        if self._times is not None:
-            starts = np.arange(columns) * len(own) // columns
-            self._column_steps = np.diff(starts, append=len(own))
-            means = [*self._times, *(comm or CommTimes(0, 0))]
-            row = np.append(np.add.reduceat(own, starts), means)
+        if steps is not None:
+            starts = np.arange(columns) * len(steps.counts) // columns
+            self._column_steps = np.add.reduceat(steps.counts, starts)
+            before = np.add.reduceat(steps.counts * steps.before, starts)
+            backward = (0.0, 0.0) if comm is None else (_computing(steps, comm), comm.hidden)
+            row = np.array([*before, *steps.mean, *backward])
             table[distributed.rank()] = torch.from_numpy(np.rint(row * 1e9).astype(np.int64))
         return table
 
     def measured(self, table: torch.Tensor | None) -> dict[str, float]:
         """Return the values to log, named ``perf/...``; those that are not known are left out.
 
-        Times are means over the ranks. What the ranks wait for the slowest of each step is no
-        communication, so it is taken out there. Where communication is known in other intervals,
-        but not in this one, what is reckoned with it is left out, too.
+        Times are means over the ranks, and all are of the steps that count. A backward's time is a
+        rank's own computation, then it waits: for the slowest rank of the step, as the ranks' own
+        parts tell, and else for the network. Where communication is not known, all that is not
+        waiting for a rank is the backward's; where it is known in other intervals, but not in this
+        one, what is reckoned with it is left out.
 
         Args:
             table: What `table` returned, summed over the ranks.
         """
-        if self._times is None:
+        if self._mean is None:
             return {}
         if table is None:
-            return {n: 1000 * s for n, s in zip(_NAMES, self._times, strict=True)}
-        millis = table.numpy() / 1e6
-        own, times, comm = np.split(millis, [-_NUM_MEANS, -len(CommTimes._fields)], axis=1)
+            return {n: 1000 * s for n, s in zip(_NAMES, self._mean, strict=True)}
+        before, means, (computing, hidden) = np.split(table.numpy().T / 1e6, [-_NUM_MEANS, -2])
+        values = dict(zip(_NAMES, means.mean(axis=1).tolist(), strict=True))
         if self._tells_comm and not self._knows_comm:
-            values = dict(zip(_NAMES, times.mean(axis=0).tolist(), strict=True))
             del values["perf/backward_ms"]  # has all waiting in it
             return values
-        exposed = comm[:, 0] - comm[:, 1]
-        *_, backward, optimizer = times.T
-        backward[:] = np.maximum(backward - exposed, 0.0)
-        arrivals, num_steps = own, self._column_steps.sum()
-        if self._knows_comm:  # else how long a rank itself computes backward is not known either
-            arrivals = own + np.outer(backward + optimizer, self._column_steps)
-        wait = float((arrivals.max(axis=0) - arrivals).mean(axis=0).sum() / num_steps)
-        totals = arrivals.sum(axis=1) / num_steps
+        backward = values["perf/backward_ms"]
+        arrivals = before + np.outer(self._column_steps, computing)
+        num_steps = self._column_steps.sum()
+        waiting = backward - float(computing.mean())
+        wait = float((arrivals.max(axis=1) - arrivals.mean(axis=1)).sum() / num_steps)
+        wait = min(wait, waiting)  # some of it passes while a rank still computes
+        totals = arrivals.sum(axis=0) / num_steps
         slowest = int(totals.argmax())
-        values = dict(zip(_NAMES, times.mean(axis=0).tolist(), strict=True))
+        values["perf/backward_ms"] = backward - (waiting if self._knows_comm else wait)
         values["perf/wait_ms"] = wait
         values["perf/slowest_rank"] = slowest
         values["perf/slowest_by_ms"] = float(totals[slowest] - np.delete(totals, slowest).mean())
         if self._knows_comm:
-            hidden = float(comm[:, 1].mean())
-            values["perf/comm_ms"] = hidden + max(0.0, float(exposed.mean()) - wait)
-            values["perf/comm_hidden_ms"] = hidden
+            values["perf/comm_ms"] = float(hidden.mean()) + waiting - wait
+            values["perf/comm_hidden_ms"] = float(hidden.mean())
         return values
+
+
+def _computing(steps: Steps, comm: CommTimes) -> float:
+    """Return the seconds of a backward in which the rank itself computes.
+
+    It varies less than the waiting, so it is taken from the steps whose communication is known, and
+    what else backwards take is waiting.
+    """
+    known = [-1 - ago for ago in comm.steps_ago if ago < len(steps.backward)]
+    backward = float(steps.backward[known].mean()) if known else steps.mean.backward
+    return min(max(0.0, backward - (comm.total - comm.hidden)), steps.mean.backward)

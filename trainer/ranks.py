@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from trainer import children, starting, stopping
+from trainer import children, starting, startup, stopping
 from trainer.attempt import Attempt
 from trainer.failures import Failure, RankError, death_of, is_hopeless, shown, unanswered
 from trainer.janitor import Janitor
@@ -193,6 +193,7 @@ class _Supervisor(threading.Thread):
             if number < self._max_restarts:
                 text = f"{shown(error)}restart {number + 1} of {self._max_restarts}"
                 print(text, file=sys.stderr, flush=True)
+                startup.begin()  # of the next attempt
             before = error
 
     def _attempt(self, attempt: Attempt, work: Work) -> Exception | None:

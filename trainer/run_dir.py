@@ -67,8 +67,7 @@ def check_writable(run_dir: str) -> None:
     folder = folder_of(run_dir)
     try:
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        with tempfile.TemporaryFile(dir=there):  # permissions do not tell: /proc has them
-            pass
+        _try_writing(there)
     except NotADirectoryError:
         raise _cannot_write(folder, f"{there} is not a folder") from None
     except OSError as error:
@@ -118,10 +117,16 @@ def _new_folder() -> Path:
 def _writable(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
+        _try_writing(folder)
     except OSError as error:
         raise _cannot_write(folder, str(error.strerror)) from error
+    return folder
+
+
+def _try_writing(folder: Path) -> None:
+    """Write a byte: permissions do not tell of /proc, nor an empty file of a full disk."""
+    with tempfile.TemporaryFile(buffering=0, dir=folder) as file:
+        file.write(b"\0")
 
 
 def _cannot_write(folder: Path, why: str) -> ValueError:

@@ -6,6 +6,7 @@ machine, as in ranks that are forked. A page that a rank writes to becomes its o
 
 from __future__ import annotations
 
+import os
 import pickle
 import warnings
 from types import SimpleNamespace
@@ -13,6 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from trainer.culprit import culprit
+from trainer.failures import RankError
 
 MAKE_ROOM = "make room there, or set TMPDIR to a folder that has more"
 
@@ -46,9 +50,9 @@ def send(work: object, path: str) -> None:
                 f"{path}, where the ranks would read them: {reason}; {MAKE_ROOM}"
             ) from error
         raise ValueError(
-            f"the task, the data or another argument cannot be sent to the ranks: {error}; "
-            "make it picklable (open files and locks where they are used, say), or start the "
-            "ranks before CUDA is used in this process, so that they can be forked"
+            f"{culprit(work) or 'the task, the data or another argument'} cannot be sent to the "
+            f"ranks: {error}; make it picklable (open files and locks where they are used, say)"
+            f"{_ways_to_fork()}"
         ) from error
 
 
@@ -60,8 +64,30 @@ def refused_by_system(error: Exception) -> OSError | None:
 
 
 def receive(path: str) -> Any:
-    """Return what `send` wrote."""
-    return torch.load(path, mmap=True, weights_only=False)
+    """Return what `send` wrote.
+
+    Raises:
+        RankError: If that cannot be read here.
+    """
+    try:
+        return torch.load(path, mmap=True, weights_only=False)
+    except Exception as error:
+        raise RankError(
+            "the task, the data or another argument was sent to the ranks, but a rank cannot "
+            f"unpickle it: {type(error).__name__}: {error}; make it one that a fresh interpreter "
+            f"can read{_ways_to_fork()}"
+        ) from error
+
+
+def _ways_to_fork() -> str:
+    """Return what else to do; ranks that are forked need nothing sent."""
+    if "TRAINER_START_METHOD" in os.environ:
+        return ", or unset TRAINER_START_METHOD, so that the ranks can be forked"
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return (
+            ", or start the ranks before CUDA is used in this process, so that they can be forked"
+        )
+    return "; the line `launcher: ...` says why the ranks are not forked, which needs none of this"
 
 
 def _can_be_mapped(array: np.ndarray[Any, Any]) -> bool:

@@ -183,8 +183,8 @@ def _fresh_program(path: str) -> str:
 def _write_work(group: Group, work: Work) -> str:
     """Write what fresh interpreters need, and return the path."""
     path = Path(group.folder, "work")
+    send(work, work_path(path))  # first: it says what to do about a full disk
     path.write_bytes(pickle.dumps((group, sys.argv, startup.noted())))
-    send(work, work_path(path))
     return str(path)
 
 

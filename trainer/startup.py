@@ -16,11 +16,19 @@ from trainer import distributed
 from trainer.config import TrainerConfig
 from trainer.watch import Phase, watch
 
-_FIRST_STEP = {
-    "first batch": Phase.LOADING,
-    "forward": Phase.FORWARD,
-    "backward": Phase.BACKWARD,
-    "update": Phase.OPTIMIZER,
+# What is known by its phases, of the time until a part is over: comes before it, as parts too.
+_BEFORE: dict[str, dict[str, tuple[Phase, ...]]] = {
+    "epoch start": {
+        "callbacks": (Phase.CALLBACKS,),
+        "wait": (Phase.WAITING,),
+        "validate": (Phase.EVALUATION_LOADING, Phase.VALIDATION),
+    },
+    "rest": {
+        "first batch": (Phase.LOADING,),
+        "forward": (Phase.FORWARD,),
+        "backward": (Phase.BACKWARD,),
+        "update": (Phase.OPTIMIZER,),
+    },
 }
 _SHOWN_S = 0.0005  # what takes less would be printed as 0.000
 
@@ -51,15 +59,28 @@ def _process_start() -> float:
     return time.monotonic() - time.process_time()
 
 
+def _in_phases() -> list[float]:
+    """Return the seconds spent in each phase until now."""
+    seconds = watch.seconds[:]
+    seconds[watch.phase] += time.monotonic() - watch.since
+    return seconds
+
+
 _start: Start | None = Start(_process_start(), [])  # None once it is over
-_phases = watch.seconds[:]  # when the last part ended
+_noted = _in_phases()  # when the last part ended
 
 
 def note(part: str) -> None:
     """Note that a part of the start is over."""
-    if _start is not None:
-        _start.ends.append((part, time.monotonic()))
-        _phases[:] = watch.seconds
+    if _start is None:
+        return
+    spent = _in_phases()
+    end = _start.ends[-1][1] if _start.ends else _start.began
+    for name, phases in _BEFORE.get(part, {}).items():
+        end += sum(spent[phase] - _noted[phase] for phase in phases)
+        _start.ends.append((name, end))
+    _start.ends.append((part, time.monotonic()))
+    _noted[:] = spent
 
 
 def noted() -> Start | None:
@@ -74,7 +95,7 @@ def go_on(start: Start | None) -> None:
 
 
 def begin() -> None:
-    """Begin a new start now: a fit has ended, and this process may call another one."""
+    """Begin a new start now: a fit, or an attempt at it, has ended, and another may follow."""
     go_on(Start(time.monotonic(), []))
 
 
@@ -86,6 +107,7 @@ def end(config: TrainerConfig) -> None:
     global _start
     if _start is None:
         return
+    note("rest")
     start, _start = _start, None
     if config.profile != "startup":
         return
@@ -95,16 +117,10 @@ def end(config: TrainerConfig) -> None:
 
 
 def _parts(start: Start) -> dict[str, _Part]:
-    """Return the parts of this rank's start by name, in order, the first step's at the end."""
-    now = time.monotonic()
+    """Return the parts of this rank's start by name, in order."""
     parts: dict[str, _Part] = {}
     last = start.began
-    ends = start.ends[:]
-    end = ends[-1][1] if ends else last
-    for name, phase in _FIRST_STEP.items():
-        end += watch.seconds[phase] - _phases[phase]
-        ends.append((name, end))
-    for name, end in (*ends, ("rest", now)):
+    for name, end in start.ends:
         parts[name] = _Part(end - last, end - start.began)
         last = end
     return parts

@@ -78,6 +78,10 @@ class StepModule(nn.Module):
         self._task_loss = TaskLoss(task, logbook)
         self._needs_every_parameter = needs_every_parameter
 
+    def suspect(self, cause: str | None) -> None:
+        """Have an error that a loss is not finite name this cause first."""
+        self._logbook.suspect = cause
+
     def forward(self, batch: Any, num_samples: int, global_size: int) -> torch.Tensor:
         """Run the task's forward and loss and scale the result for the step.
 

@@ -20,10 +20,9 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 _LEAST_S = 1e-6  # between the phases of a step there is nothing but rounding
 _NEVER = -1
-_NOTHING = np.zeros(0)
 # What to multiply the time and the seconds of loading, forward, backward and optimizer with.
 _ELSEWHERE = np.array([1.0, -1.0, -1.0, -1.0, -1.0])
-_OWN = np.array([1.0, 1.0, 0.0, 0.0])
+_BEFORE_BACKWARD = np.array([1.0, 0.0, 0.0, -1.0, 0.0])
 
 
 class StepTimes(NamedTuple):
@@ -44,41 +43,58 @@ class StepTimes(NamedTuple):
     optimizer: float
 
 
-class StepClock:
-    """Measures the steps between two log events.
+class Steps(NamedTuple):
+    """What was measured of the steps between two log events.
 
-    Steps right after something else (logging, a validation) are left out where there are others:
-    the ranks wait in them for the one that did the most.
+    A step is what lies between the ends of two backwards, where the ranks have waited for each
+    other. Those in which something else happened (logging, a validation) do not count where there
+    are others: the ranks wait in them for the one that did the most.
+
+    Attributes:
+        mean: The mean of the steps that count.
+        counts: Of each step, whether it counts: 1 or 0.
+        before: Of each step, the seconds of all but its backward.
+        backward: Of each step, the seconds of its backward.
     """
+
+    mean: StepTimes
+    counts: Floats
+    before: Floats
+    backward: Floats
+
+
+class StepClock:
+    """Measures the steps between two log events."""
 
     def __init__(self, device: torch.device) -> None:
         """Get ready to measure on ``device``."""
         self._marks = None if device.type == "cpu" else DeviceMarks(device)
         watch.on_enter = None  # an earlier fit's
 
-    def take(self) -> tuple[Floats, StepTimes | None]:
+    def take(self) -> Steps | None:
         """Return what was measured since the last call; to be called while logging.
 
-        Returns:
-            Of each step, the seconds of loading and forward, and the mean step. Nothing and None
-            where nothing was measured, which is so on all ranks at once.
+        None where nothing was measured, which is so on all ranks at once.
         """
         ends = watch.take_ends()
         if len(ends) < 2:
-            return _NOTHING, None
+            return None
         # A fraction of what np.array, np.diff, sum and mean take for so few numbers.
         table = np.fromiter(chain.from_iterable(ends), float).reshape(len(ends), -1)
         steps = table[1:] - table[:-1]
         parts = steps[:, 1:]
         if self._marks is not None:
             times = self._marks.take(parts)
-            own = 0.0 if times is None else times.data + times.forward
-            return np.full(0 if times is None else len(parts), own), times
+            if times is None:
+                return None
+            all_steps = np.ones(len(parts))
+            before, backward = times.step - times.backward, times.backward
+            return Steps(times, all_steps, all_steps * before, all_steps * backward)
         counts = (steps @ _ELSEWHERE < _LEAST_S).astype(float)
         if not counts.any():
             counts[:] = 1
         mean = (counts @ parts / counts.sum()).tolist()
-        return parts @ _OWN, StepTimes(sum(mean), *mean)
+        return Steps(StepTimes(sum(mean), *mean), counts, steps @ _BEFORE_BACKWARD, parts[:, 2])
 
 
 class DeviceMarks:
@@ -126,4 +142,4 @@ class DeviceMarks:
         # The device idles for loading at most as long as the host loads.
         step = (float(parts.sum()) + waited) / len(parts)
         data = min(float(parts[:, 0].mean()), max(0.0, step - sum(computing)))
-        return StepTimes(step, data, *computing)
+        return StepTimes(data + sum(computing), data, *computing)

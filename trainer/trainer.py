@@ -186,6 +186,7 @@ class Training:
             watch.enter(Phase.EPOCH_START)
             self.seed_hook(Stream.EPOCH_START)
             task.on_epoch_start()
+            startup.note("epoch start")
             self.wrap()
             if not state.step_in_epoch:  # else resumed in its middle
                 metrics.reset(self.train_metrics)

@@ -14,18 +14,38 @@ import torch
 
 from trainer.run import Run
 from trainer.strategies.bucket_size import TORCHS_FIRST_MB
+from trainer.watch import STEP_PHASES, Phase, watch
 
 _WARM_UP_STEPS = 10  # caches fill, DDP settles its buckets
 _LEAST_STEPS = 20  # to tell anything from
 _LEAST_SHARE = 0.2  # of a step, for a wait to be named; else it is computing that limits
+_MOST_IN_STEPS = 0.8  # of the time, where something outside of steps is named
+
+# By name, the phases outside of steps, and what to try.
+_OUTSIDE = {
+    "logging and callbacks": (
+        (Phase.LOGGING, Phase.CALLBACKS),
+        ("a larger log_every_n_steps", "cheaper callbacks"),
+    ),
+    "evaluation": (
+        (Phase.EVALUATION_LOADING, Phase.VALIDATION),
+        ("validating less often", "less validation data"),
+    ),
+    "saving": ((Phase.SAVING,), ("saving less often",)),
+    "starting epochs": ((Phase.EPOCH_START,), ("a cheaper on_epoch_start",)),
+}
 
 
 class Verdict:
-    """Adds up the ``perf/`` values of a run's log events, but those with its first steps."""
+    """Adds up the ``perf/`` values of a run's log events, but those with its first steps.
+
+    What happens outside of steps is this rank's, as the `watch` has it.
+    """
 
     def __init__(self, run: Run) -> None:
         """Begin where ``run`` is."""
-        self._begun = self._last = run.step
+        self._begun = self._last = self._counted_from = run.step
+        self._seconds = list(watch.seconds)  # by phase, when steps began to count
         self._steps = 0
         self._millis: dict[str, float] = defaultdict(float)
         self._step_millis: dict[str, float] = defaultdict(float)  # of the steps it is measured in
@@ -34,7 +54,10 @@ class Verdict:
     def add(self, run: Run, metrics: Mapping[str, float]) -> None:
         """Take the values of a log event in."""
         since, self._last = self._last, run.step
-        if since < self._begun + _WARM_UP_STEPS or "perf/step_ms" not in metrics:
+        if since < self._begun + _WARM_UP_STEPS:
+            self._counted_from, self._seconds = run.step, list(watch.seconds)
+            return
+        if "perf/step_ms" not in metrics:
             return
         steps = run.step - since
         self._steps += steps
@@ -51,10 +74,35 @@ class Verdict:
         """Return what limits ``run``, and what to try; None if too little was measured to tell."""
         if self._steps < _LEAST_STEPS:
             return None
+        return self._outside_of_steps(run) or self._in_steps(run)
+
+    def _outside_of_steps(self, run: Run) -> str | None:
+        """Return what takes most of the time besides steps, if it is much."""
+        seconds = [now - then for now, then in zip(watch.seconds, self._seconds, strict=True)]
+        mean_step = self._millis["step"] / self._steps / 1000
+        total, steps = sum(seconds), mean_step * (run.step - self._counted_from)
+        if steps >= _MOST_IN_STEPS * total:
+            return None
+        others = sum(seconds[STEP_PHASES]) - steps  # those that do not count take longer
+        if others < 0:  # a device computes behind the host, which waits for it while logging
+            seconds[Phase.LOGGING] += others
+        spent = {what: sum(seconds[each] for each in own) for what, (own, _) in _OUTSIDE.items()}
+        what = max(spent, key=lambda what: spent[what])
+        tries = [*_OUTSIDE[what][1]]
+        if what == "saving" and not run.config.checkpoint.asynchronous:
+            tries.insert(0, "checkpoint.asynchronous=true")
+        most = spent[what]
+        if others > most:  # first batches, and waits for the rank that did the most
+            what, most = "steps right after something else", others
+            tries = ["logging, validating and saving less often"]
+        share, rest = _percent(most / total), _percent(steps / total)
+        return _try(f"{what}: {share} of the time, ordinary steps {rest}", tries)
+
+    def _in_steps(self, run: Run) -> str:
         data, hidden = self._share("data"), self._share("comm_hidden")
         exposed = self._share("comm") - hidden
         # All ranks but the slowest one of a step wait for that one.
-        wait = self._share("wait") * run.world_size / max(1, run.world_size - 1)
+        wait = min(1.0, self._share("wait") * run.world_size / max(1, run.world_size - 1))
         longest = max(data, exposed, wait)
         if longest < _LEAST_SHARE:
             share = sum(map(self._share, ("forward", "backward", "optimizer")))
@@ -73,19 +121,16 @@ class Verdict:
 
     def _slowest(self, run: Run, wait: float) -> str:
         rank = max(self._slower_by, key=lambda rank: self._slower_by[rank])
-        by = self._slower_by[rank] / self._step_millis["slowest_by"]
+        by = self._slower_by[rank] / self._step_millis["slowest_by"]  # in steps
         if by < wait / 2:
             return (
                 "the slowest rank, now this one, now that; try batches that cost all ranks as much "
                 "(DataModule.train_indices)"
             )
-        own = ["data", "forward"]
-        if "comm" in self._millis:  # else a rank's own backward is not told from waiting in it
-            own += ["backward", "optimizer"]
-        others = sum(map(self._share, own)) - by / run.world_size
+        millis = by * self._millis["step"] / self._steps
         return (
-            f"rank {rank}, which takes {_percent(by / others)} longer than the others; look at "
-            "its data, and at what else runs on its machine"
+            f"rank {rank}, which takes {millis:.3g} ms longer than the others; look at its data, "
+            "and at what else runs on its machine"
         )
 
 

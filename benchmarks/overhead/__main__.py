@@ -28,7 +28,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import environment
+from benchmarks.common import at_least, environment
 from benchmarks.overhead.measuring import CLOCKS, measure, report
 from benchmarks.overhead.parts import PARTS
 
@@ -42,9 +42,11 @@ def main() -> None:
     )
     parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
-    parser.add_argument("--rounds", type=int, default=7, help="that count, after one to warm up")
+    parser.add_argument(
+        "--rounds", type=at_least(1), default=7, help="that count, after one to warm up"
+    )
     parser.add_argument("--clock", choices=CLOCKS, default="cpu", help="what is counted")
-    parser.add_argument("--threads", type=int, default=1, help="per process")
+    parser.add_argument("--threads", type=at_least(1), default=1, help="per process")
     given = parser.parse_args()
     if unknown := set(given.parts) - set(PARTS):
         parser.error(f"no part is called {', '.join(unknown)}; choose from {', '.join(PARTS)}")

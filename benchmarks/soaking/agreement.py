@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from benchmarks.common import scratch, table
+from benchmarks.common import at_least, scratch, table
 from benchmarks.soaking.program import Spec, train
 from trainer import distributed, stopping
 from trainer.config import TrainerConfig
@@ -95,8 +95,8 @@ def lines(ranks: Sequence[int], steps: int) -> list[list[str]]:
 def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[2, 4])
+    parser.add_argument("--steps", type=at_least(1), default=600)
     parser.add_argument("--markdown", action="store_true")
     args = parser.parse_args()
     header = ["ranks", "ms per step", "agreements per s", "ms for one", "share", "with the wait"]

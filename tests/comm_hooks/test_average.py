@@ -21,8 +21,8 @@ from support import (
 )
 
 from trainer import distributed
-from trainer.comm_hooks import average, average_hook
-from trainer.logbook import Logbook
+from trainer.comm_hooks import average, average_hook, overflow_in
+from trainer.logbook import Logbook, NotFiniteError
 from trainer.precision import DTYPES
 from trainer.state import TrainState
 from trainer.step import StepModule
@@ -95,6 +95,43 @@ def test_the_weight_of_the_batch_arrives_uncompressed() -> None:
         for extra, gradient in found.values():
             assert extra == true / planned - 1
             assert gradient.abs().sum() > 0
+
+
+def overflows(run_dir: Path) -> dict[str, str]:
+    found = {}
+    for hook in ("fp16", "bf16", "powersgd+fp16"):
+        options: dict[str, Any] = {"comm_hook": hook, "global_batch_size": 2, "max_steps": 4}
+        options |= {"powersgd_start_step": 0} if hook.startswith("powersgd") else {}
+        for every in (1, None):  # the weights are looked at first, or the loss
+            task = Regression(lambda params: torch.optim.SGD(params, lr=1e-9)).float()
+            x, y = samples(8, torch.float32).tensors
+            data = torch.utils.data.TensorDataset(x, y * 1e7)
+            folder = run_dir / f"{hook} {every}"
+            try:
+                fit(task, folder, train=data, checkpoint={"every_n_steps": every}, **options)
+            except NotFiniteError as error:
+                found[f"{hook} {every}"] = str(error)
+    return found
+
+
+def test_a_gradient_beyond_the_range_of_fp16_is_named_as_a_cause(tmp_path: Path) -> None:
+    found, _ = on_ranks(2, overflows, tmp_path)
+    assert "though the loss did not" in found["fp16 1"]
+    assert "became NaN or infinite first" in found["fp16 None"]
+    for hook, other in (("fp16", "bf16"), ("powersgd+fp16", "powersgd+bf16")):
+        for every in (1, None):
+            words = (
+                f"a gradient beyond 65504, the range of what comm_hook={hook} sends (use {other})"
+            )
+            assert f"{words}, " in found[f"{hook} {every}"]
+    assert len(found) == 4
+
+
+def test_a_scaled_loss_and_one_rank_have_no_such_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert overflow_in("fp16", is_scaled=False) is None
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    assert overflow_in("fp16", is_scaled=False)
+    assert overflow_in("fp16", is_scaled=True) is None
 
 
 class Bucket:

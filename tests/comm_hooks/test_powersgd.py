@@ -122,6 +122,10 @@ def steps(**options: Any) -> list[dict[str, Tensor]]:
     return [wrapped.send(random_gradients(step, distributed.rank())) for step in range(STEPS)]
 
 
+def wrap_twice(rank: int) -> None:
+    Wrapped(Given(), powersgd_rank=rank).wrap()
+
+
 def steps_wrapped_anew() -> list[dict[str, Tensor]]:
     """With other buckets every time."""
     wrapped = Wrapped(Given(), bucket_cap_mb=SMALL_BUCKETS)
@@ -365,6 +369,16 @@ def test_enough_columns_for_all_samples_lose_nothing(two_ranks: list[Any]) -> No
 
 def test_before_its_first_step_nothing_is_compressed(two_ranks: list[Any]) -> None:
     assert_equal_bits(two_ranks[0]["late"], two_ranks[0]["plain"])
+
+
+def test_it_is_said_if_no_matrix_is_large_enough(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    on_ranks(2, wrap_twice, RANK)
+    assert "PowerSGD compresses nothing" not in capfd.readouterr().out
+    on_ranks(2, wrap_twice, 1000)
+    told = capfd.readouterr().out
+    assert told.count("PowerSGD compresses nothing") == told.count("powersgd_rank=1000") == 1
 
 
 def test_a_checkpoint_has_the_errors_for_any_world_size(

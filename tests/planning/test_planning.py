@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +15,15 @@ import pytest
 import torch
 from support import Regression, adamw, assert_equal_bits, samples, weights
 from torch import nn
+from torch.utils.data import IterableDataset
 
-from trainer import PlanReport, Trainer
+from trainer import PlanReport, Trainer, distributed
 from trainer.composition import check_command_line, register_configs
 from trainer.config import TrainerConfig
+from trainer.failures import RankError
+from trainer.planning import planning
 from trainer.planning.options import PlanConfig
+from trainer.planning.profile import Profile
 from trainer.planning.scaling import Scaling, ladder
 
 ROOT = Path(__file__).parents[2]
@@ -24,8 +32,9 @@ ROOT = Path(__file__).parents[2]
 def plan(task: Regression, run_dir: Path, **options: Any) -> PlanReport:
     known = {name: options.pop(name) for name in list(options) if hasattr(PlanConfig(), name)}
     options = {"global_batch_size": 8, "accelerator": "cpu", "timeout_s": 30, **options}
+    train = options.pop("train", samples(20))
     trainer = Trainer(run_dir=str(run_dir), **options)
-    report = trainer.plan(task, train=samples(20), **{"steps": 2, "max_ranks": 100, **known})
+    report = trainer.plan(task, train=train, **{"steps": 2, "max_ranks": 100, **known})
     assert report is not None
     return report
 
@@ -171,8 +180,67 @@ def test_weights_are_counted_once_and_a_resume_is_of_no_matter(tmp_path: Path) -
     assert measured.profile.activation_bytes[0] < 64 * 64 * 8
 
 
+@pytest.mark.parametrize(
+    ("measured_s", "forward_s", "doubt"),
+    [
+        (0.006, [0.001, 0.002, 0.004], ""),
+        (0.005, [0.001, 0.002, 0.004], ""),
+        (0.004, [0.001, 0.002, 0.004], "2 ranks is +25% off what they took"),
+        (0.010, [0.001, 0.002, 0.004], "2 ranks is -50% off what they took"),
+        (0.005, [0.001, 0.002, 0.010], "2 ranks would be 130% efficient"),
+    ],
+)
+def test_measurements_that_do_not_go_together_are_doubted(
+    alone: PlanReport, measured_s: float, forward_s: list[float], doubt: str, tmp_path: Path
+) -> None:
+    count = len(alone.measured.parameters)
+    sizes, zeros = [2, 4, 8], [0.0] * 3
+    profile = Profile(0.003, sizes, forward_s, zeros, [[0.0] * count] * 3, [0] * 3)
+    measured = replace(
+        alone.measured, run_dir=tmp_path, profile=profile, world_size=2, step_s=measured_s
+    )
+    options = PlanConfig(max_ranks=2, bandwidth_gbps=1e6, latency_us=0)
+    report = planning.plan(replace(measured, local_world_size=1), TrainerConfig(), options)
+    warning = report.notes[0] if report.notes[0].startswith("WARNING") else ""
+    assert doubt in warning
+    assert bool(warning) == bool(doubt)
+    assert not doubt or "quiet machine, with more plan.steps" in warning
+
+
+class Killed(Regression):
+    """Its first rank is killed in the middle."""
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        if distributed.rank() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(batch)
+
+
+def test_no_folder_is_left_of_a_killed_rank(tmp_path: Path) -> None:
+    with pytest.raises(RankError):
+        plan(Killed(), tmp_path, devices=2)
+    deadline = time.monotonic() + 10
+    while list(tmp_path.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not list(tmp_path.iterdir())
+
+
 class Contrastive(Regression):
     global_loss = True
+
+
+class Unused(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(2, 2)
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, count: int) -> None:
+        self.items = [samples(20)[n] for n in range(count)]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +249,16 @@ class Contrastive(Regression):
         (Contrastive, {}, "Contrastive has global_loss=True"),
         (Regression, {"comm_hook": "powersgd"}, "comm_hook='?powersgd"),
         (Regression, {"latency_us": -1}, "latency_us=-1 is not allowed; it must be a number of at"),
+        (Regression, {"max_ranks": 2**40}, "max_ranks=.* at least 2 and at most 1000000"),
+        (Unused, {}, r"no gradient for spare.weight, spare.bias: .*find_unused_parameters=true"),
+        (Normalized, {"global_batch_size": 1}, "Expected more than 1 value.*give a larger global_"),
+        (
+            Normalized,
+            {"global_batch_size": 2, "devices": 2},
+            "Expected more than 1 value.*a micro-batch of 1 sample.*use fewer devices",
+        ),
+        (Regression, {"train": Stream(0)}, "the training stream yields no sample in epoch 0"),
+        (Regression, {"train": Stream(1), "devices": 2}, "1 sample, and there is none for rank 1"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(

@@ -108,7 +108,7 @@ TINY: dict[str, Any] = {  # for some 700 bytes of gradients, in at most 19 steps
     "_COUNTED": 1,
 }
 SIZES = [None, 4e-5, 1.6e-4, 6.4e-4]
-STEPS = 21
+STEPS = 24
 OPTIONS: dict[str, dict[str, Any]] = {
     "static graph": {"static_graph": True, "gradient_as_bucket_view": False},
     "accumulated": {"micro_batch_size": 1, "find_unused_parameters": True},
@@ -142,6 +142,13 @@ class Noting(Regression):
         self.seen += [buffer.clone() for buffer in self.buffers()]
 
 
+class Freezing(Noting):
+    """Trains one layer in every other epoch only."""
+
+    def on_epoch_start(self) -> None:
+        self.net[0].requires_grad_(self.run.epoch % 2 == 0)
+
+
 def trained(folder: Path, cap: float | str | None, **options: Any) -> Any:
     """Return weights and statistics. With micro-batches of one sample there is no BatchNorm."""
     task = Noting("micro_batch_size" not in options, "find_unused_parameters" in options)
@@ -154,6 +161,8 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
     for name, value in TINY.items():
         setattr(bucket_size, name, value)
     setups: list[float | None] = []
+    starts: list[int] = []
+    searches: dict[frozenset[str], BucketSizeSearch] = {}
     setup = DDPStrategy.setup
 
     def noted(self: DDPStrategy, *args: Any) -> Any:
@@ -162,6 +171,8 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
         wrappers.add(wrapped)
         if self._bucket_cap_mb is None:
             assert wrapped.bucket_bytes_cap == bucket_size.TORCHS_OWN_MB * 2**20
+        starts.append(args[0].task.run.step)
+        searches.update(self._searches)
         setups.append(self._bucket_search.cap_mb if self._bucket_search else None)
         return wrapped
 
@@ -174,10 +185,15 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
     for name, options in OPTIONS.items():
         expected = trained(folder / name / "null", None, **options)
         setups.clear()
+        starts.clear()
         gathers.clear()
         assert_equal_bits(trained(folder / name / "auto", "auto", **options), expected)
-        found[name] = setups.copy(), len(gathers)
+        found[name] = setups.copy(), len(gathers), starts[1]
     gc.enable()
+    searches.clear()
+    options = {"train": samples(24), "global_batch_size": 6, "max_epochs": 18}
+    fit(Freezing(True, False), folder / "freezing", bucket_cap_mb="auto", **options)
+    assert [search.is_over for search in searches.values()] == [True, True]
     trained(folder / "resumed", "auto", max_steps=10)
     resumed, _ = trained(folder / "resumed", "auto", resume="auto")
     assert_equal_bits(resumed, trained(folder / "whole", None)[0])
@@ -188,7 +204,8 @@ def test_between_two_ranks_looking_for_it_changes_no_bit(tmp_path: Path) -> None
     found, other = on_ranks(2, on_two_ranks, tmp_path)
     assert found == other
     assert found.keys() == OPTIONS.keys()
-    for setups, gathers in found.values():
+    for name, (setups, gathers, first) in found.items():
+        assert first == 4 + OPTIONS[name].get("powersgd_start_step", 0)
         assert setups[: len(SIZES)] == SIZES
         assert gathers in (1, 2)  # of far sizes, and of those beside the best of them
 

@@ -78,6 +78,8 @@ def test_equal_intervals_are_all_measured(device: torch.device) -> None:
             assert found is not None, (steps, event)
             assert steps * (event - 1) < found.total <= steps * event or event == 1
             assert found.hidden == pytest.approx(found.total / 2)
+            looked_at = [ddp.step - ago for ago in found.steps_ago]
+            assert sum(looked_at) / len(looked_at) == found.total
 
 
 def test_a_ddp_that_has_just_been_wrapped_knows_nothing() -> None:

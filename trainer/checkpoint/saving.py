@@ -29,6 +29,7 @@ from trainer.checkpoint.past import Past
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.weights import load_weights
 from trainer.checkpoint.writer import CheckpointWriter
+from trainer.comm_hooks import overflow_in
 from trainer.guard import no_collectives
 from trainer.lock import locked
 from trainer.logbook import NotFiniteError
@@ -154,7 +155,8 @@ class Saver:
         """
         task = self._session.task
         distributed.share_buffers(task)
-        check_finite(task, self._view.step)
+        suspect = overflow_in(self._config.comm_hook, self._config.precision == "fp16")
+        check_finite(task, self._view.step, suspect)
         if self._writer is None:
             return
         now = self._now()
@@ -294,7 +296,7 @@ def named(kind: str, parts: Sequence[Stateful]) -> dict[str, Stateful]:
     return found
 
 
-def check_finite(task: nn.Module, step: int) -> None:
+def check_finite(task: nn.Module, step: int, suspect: str | None = None) -> None:
     """Refuse weights that are NaN or infinite, as after a gradient that was, with a finite loss.
 
     Raises:
@@ -308,6 +310,7 @@ def check_finite(task: nn.Module, step: int) -> None:
     if bad:
         raise NotFiniteError(
             f"at step {step} {listed(bad)} became NaN or infinite, though the loss did not. "
-            "Nothing was saved since. A gradient must have been: of a square root or norm at 0, "
+            "Nothing was saved since. A gradient must have been: "
+            f"{suspect + ', or that ' if suspect else ''}of a square root or norm at 0, "
             "say; detect_anomaly=true names the operation"
         )

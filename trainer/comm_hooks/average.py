@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
+from trainer import distributed
+
 Hook = Callable[[Any, GradBucket], Future[torch.Tensor]]
 
 
@@ -58,3 +60,17 @@ def average_hook(dtype: torch.dtype | None, exact: torch.nn.Parameter) -> Hook:
 def _all_reduce(tensor: torch.Tensor) -> Future[Any]:
     future: Future[Any] = dist.all_reduce(tensor, async_op=True).get_future()
     return future
+
+
+def overflow_in(hook: str | None, is_scaled: bool) -> str | None:
+    """Return what a hook may have made infinite, as a cause to name; None if nothing.
+
+    Args:
+        hook: The option ``comm_hook``.
+        is_scaled: Whether the loss is scaled; then a step that overflows is skipped.
+    """
+    if hook is None or not hook.endswith("fp16") or is_scaled or distributed.world_size() == 1:
+        return None
+    most = int(torch.finfo(torch.float16).max)
+    instead = hook.replace("fp16", "bf16")
+    return f"a gradient beyond {most}, the range of what comm_hook={hook} sends (use {instead})"

@@ -37,7 +37,7 @@ from trainer.comm_hooks.low_rank import (
     orthonormal,
 )
 from trainer.comm_hooks.mean import Mean
-from trainer.notes import note_late_start
+from trainer.notes import note_late_start, note_too_small
 from trainer.precision import LossScaler
 from trainer.step import StepModule
 
@@ -62,7 +62,11 @@ class _Sent(NamedTuple):
 
 
 class PowerSGD:
-    """The compression of one run's gradients; `reduce` is the hook."""
+    """The compression of one run's gradients; `reduce` is the hook.
+
+    Attributes:
+        has_begun: Whether gradients have been compressed.
+    """
 
     def __init__(self, rank: int, start_step: int, dtype: torch.dtype | None) -> None:
         """Begin without errors.
@@ -79,8 +83,9 @@ class PowerSGD:
         self._bases: dict[str, torch.Tensor] = {}
         self._scaler: LossScaler | None = None  # if it does scale
         self._scale = torch.ones(())  # the loss scale that is in the errors
-        self._has_begun = False
+        self.has_begun = False
         self._beside: Beside | None = None
+        self._is_noted = False
 
     def open(
         self, step: StepModule, device: torch.device, scaler: LossScaler | None, may_miss: bool
@@ -101,8 +106,6 @@ class PowerSGD:
         self._one = torch.ones((), device=device)
         self._scale = self._scale.to(device)
         earlier, bases = self._errors, self._bases
-        if not bases:
-            note_late_start(self._start_step, step.task.run.total_steps)
         self._errors, self._bases, self._compressed = {}, {}, {}
         for name, parameter in step.task.named_parameters():
             if not parameter.requires_grad or not is_compressed(parameter, self._rank):
@@ -116,13 +119,19 @@ class PowerSGD:
                 basis = bases[name]
             self._errors[name], self._bases[name] = error, basis.to(error)
             self._compressed[id(parameter)] = matrix, self._bases[name]
+        if not bases and not self._is_noted:
+            self._is_noted = True
+            if self._compressed:
+                note_late_start(self._start_step, step.task.run.total_steps)
+            else:
+                note_too_small(self._rank)
 
     def reduce(self, _: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         """Average a bucket over the ranks; a communication hook for DDP."""
         if self._step.task.run.step < self._start_step:
             return self._plain(None, bucket)
         assert self._beside is not None
-        self._has_begun = True
+        self.has_begun = True
         if bucket.index() == 0 and self._scaler is not None:
             scale = self._scaler.scale(self._one)
             self._rescale, self._scale = scale / self._scale, scale
@@ -148,7 +157,7 @@ class PowerSGD:
 
         A collective, after which every rank has the mean error.
         """
-        if not self._has_begun:
+        if not self.has_begun:
             return {}
         for error in self._errors.values():
             distributed.all_reduce_sum(as_matrix(error)).div_(distributed.world_size())
@@ -161,7 +170,7 @@ class PowerSGD:
         """Take back what `state_dict` returned, before `open`."""
         self._errors = dict(state.get("errors", {}))
         self._bases = dict(state.get("bases", {}))
-        self._has_begun = bool(state)
+        self.has_begun = bool(state)
 
     def _unscaled(self, error: torch.Tensor) -> torch.Tensor:
         return error if self._scaler is None else error / self._scale

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,8 @@ from trainer.data.fetching import Request
 from trainer.data.loading import MicroBatch
 from trainer.data.module import DataModule
 from trainer.data.plan import GlobalBatchPlan
+from trainer.janitor import Janitor
+from trainer.messages import counted
 from trainer.options import show
 from trainer.planning.links import measure_links
 from trainer.planning.network import Link
@@ -174,8 +174,11 @@ def _first_step(training: Training) -> list[MicroBatch]:
     for micro in training.batches.epoch(0):
         found.append(micro._replace(batch=to_device(micro.batch, training.session.device)))
         if micro.is_last:
-            break
-    return found
+            return found
+    raise ValueError(
+        "the training stream yields no sample in epoch 0; check what it reads, and that it starts "
+        "anew each time it is iterated"
+    )
 
 
 def _whole_batch(training: Training, micros: list[MicroBatch]) -> tuple[Callable[[int], Any], int]:
@@ -185,6 +188,12 @@ def _whole_batch(training: Training, micros: list[MicroBatch]) -> tuple[Callable
     """
     batches, device, first = training.batches, training.session.device, micros[0]
     if not isinstance(batches, IndexedBatches):
+        if not first.num_samples:
+            raise ValueError(
+                f"the first global batch of the stream has {counted(first.global_size, 'sample')}, "
+                f"and there is none for rank {distributed.rank()} to measure; let the stream yield "
+                "more, give a larger global_batch_size, or use fewer devices"
+            )
         return lambda size: rows(first.batch, first.num_samples, 0, size), first.num_samples
     mine = [index for micro in micros for index in micro.indices]
     indices = [index for part in distributed.all_gather_object(mine) for index in part]
@@ -211,13 +220,18 @@ def _saving(training: Training) -> tuple[float, float]:
 
 @contextmanager
 def _scratch(run_dir: Path) -> Iterator[Path]:
-    """Give a folder in the run's folder, for checkpoints that are written to be timed."""
-    folder = distributed.on_first_rank(lambda: tempfile.mkdtemp(prefix="plan-", dir=run_dir))
-    try:
-        yield Path(folder)
-    finally:
-        if distributed.rank() == 0:
-            shutil.rmtree(folder)
+    """Give a folder in the run's folder, for checkpoints that are written to be timed.
+
+    It is removed even if rank 0 is killed.
+    """
+    with ExitStack() as stack:
+
+        def make() -> str:
+            janitor = Janitor("plan-", run_dir)
+            stack.callback(janitor.clean)
+            return janitor.folder
+
+        yield Path(distributed.on_first_rank(make))
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -18,7 +18,9 @@ class PlanConfig:
         ValueError: For a value of the wrong type or out of range.
     """
 
-    max_ranks: int = option(10_000, "The largest number of ranks to simulate.", at_least=2)
+    max_ranks: int = option(
+        10_000, "The largest number of ranks to simulate.", at_least=2, at_most=1_000_000
+    )
     ranks_per_node: int | None = option(
         None, "Ranks per machine; null: as many as this machine has in the measurement.", at_least=1
     )

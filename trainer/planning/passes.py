@@ -69,6 +69,7 @@ class Passes:
                     found.append((size, *self._compute(batch, size)))
                 except ValueError as error:  # BatchNorm cannot train on one sample, say
                     if size == most:
+                        _advise(error, size)
                         raise
                     too_small = f"{size} per micro-batch: {error}"
                     break
@@ -87,7 +88,11 @@ class Passes:
             start = self._now()
             for micro in micros:
                 with nullcontext() if micro.is_last else training.strategy.no_sync():
-                    self._pass(training.module, *micro[:2], micro.global_size)
+                    try:
+                        self._pass(training.module, *micro[:2], micro.global_size)
+                    except ValueError as error:
+                        _advise(error, micro.num_samples)
+                        raise
                 training.strategy.after_backward(micro)
             self._update(training.gradients)
             seconds.append(self._between(start, self._now()))
@@ -146,6 +151,7 @@ class Passes:
     def _update(self, gradients: Gradients) -> None:
         """Do what the loop does between the last backward and the next step."""
         training = self._training
+        gradients.check()
         if gradients.correct(training.scaler):
             gradients.clip()
             with training.schedule.scaled():
@@ -173,3 +179,12 @@ class Passes:
             return float(end - start)
         end.synchronize()
         return float(start.elapsed_time(end)) / 1000
+
+
+def _advise(error: ValueError, size: int) -> None:
+    """Say what to change if a forward may have failed for want of samples."""
+    if size == 1:
+        raise ValueError(
+            f"{error}. A rank had a micro-batch of 1 sample; if that is too small to train on, "
+            "give a larger global_batch_size or micro_batch_size, or use fewer devices"
+        ) from error

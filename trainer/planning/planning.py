@@ -10,6 +10,9 @@ from trainer.planning.options import PlanConfig
 from trainer.planning.report import PlanReport, duration
 from trainer.planning.scaling import Row, Scaling, ladder
 
+_MISS = 0.2  # how far the simulation of the ranks that measured may be off
+_MOST = 1.05  # efficiency: more than 1 is noise
+
 
 def plan(measured: Measured, config: TrainerConfig, options: PlanConfig) -> PlanReport:
     """Simulate 1 to ``max_ranks`` ranks, and write the report into the run's folder."""
@@ -22,7 +25,8 @@ def plan(measured: Measured, config: TrainerConfig, options: PlanConfig) -> Plan
         facts=_facts(measured, scaling),
         strong=strong,
         weak=weak,
-        notes=_notes(measured, scaling, strong, ranks),
+        notes=_doubts(measured, scaling, [*strong, *weak])
+        + _notes(measured, scaling, strong, ranks),
         measured=measured,
     )
     report.write()
@@ -61,6 +65,31 @@ def _facts(measured: Measured, scaling: Scaling) -> dict[str, str]:
 
 def _link(link: Link) -> str:
     return f"{link.latency_s * 1e6:.3g} us, {link.bandwidth * 8 / 1e9:.3g} Gbit/s ({link.source})"
+
+
+def _doubts(measured: Measured, scaling: Scaling, rows: list[Row]) -> list[str]:
+    """Return a warning if the measurements do not go together."""
+    reasons = []
+    if measured.step_s is not None:
+        miss = scaling.own_step(measured.world_size).step_s / measured.step_s - 1
+        if abs(miss) > _MISS:
+            reasons.append(
+                f"the simulation of {counted(measured.world_size, 'rank')} is {miss:+.0%} off what "
+                "they took"
+            )
+    best = max(rows, key=lambda row: row.efficiency)
+    if best.efficiency > _MOST:
+        reasons.append(
+            f"{counted(best.ranks, 'rank')} would be {best.efficiency:.0%} efficient, and more "
+            "than 100% cannot be"
+        )
+    if not reasons:
+        return []
+    return [
+        f"WARNING: this measurement is not to be trusted: {'; '.join(reasons)}. Was the machine "
+        "busy, or the task too small to time? Measure again on a quiet machine, with more "
+        "plan.steps."
+    ]
 
 
 def _notes(measured: Measured, scaling: Scaling, strong: list[Row], ranks: list[int]) -> list[str]:

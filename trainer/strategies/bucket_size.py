@@ -2,7 +2,8 @@
 
 Small buckets leave early, and the last of them, for which nothing is left to hide behind, is soon
 there; large ones cost fewer messages. What is best follows from the network, the model and the
-machine, so it is measured, anew in every start of the ranks: they may have other machines then.
+machine, so it is measured, anew in every start of the ranks: they may have other machines then. A
+search that other trained parameters break off goes on when the same ones are trained again.
 
 First comes torch's own layout, then sizes far apart, then those beside the best of them. Each gets
 a few whole steps, and of each step counts the time of the slowest rank. The ranks take the same
@@ -67,6 +68,10 @@ class BucketSizeSearch:
             self._left.append(size)
             size *= _FACTOR
 
+    def go_on(self) -> None:
+        """Go on with a module that is wrapped anew, after steps that were another one's."""
+        self._ends = []
+
     def after_backward(self) -> bool:
         """Note that a step's gradients are there.
 
@@ -87,10 +92,10 @@ class BucketSizeSearch:
         self._tried[self.cap_mb] = taken[_UNSETTLED - 1 :]
         self._ends = []
         before = self.cap_mb
-        self._go_on()
+        self._next()
         return self.cap_mb != before
 
-    def _go_on(self) -> None:
+    def _next(self) -> None:
         """Take the next size, or the best one if there is none left to try."""
         if not self._left:
             is_first_round = not self._shared

@@ -21,10 +21,12 @@ class CommTimes(NamedTuple):
         total: From the first bucket that is sent to the last one that is back, on this rank: waits
             for slower ranks are in it.
         hidden: The part of it in which backward still computes.
+        steps_ago: Which steps these were, 0 for the last one; empty for all since the last time.
     """
 
     total: float
     hidden: float
+    steps_ago: tuple[int, ...] = ()
 
 
 class CommClock:
@@ -45,7 +47,7 @@ class CommClock:
         self._read_step = 0
         self._taken_step = 0
         self._longest = 0  # of the intervals between log events, in steps
-        self._times: list[tuple[int, int]] = []
+        self._times: list[tuple[int, int, int]] = []
         if self._reads_at_once:  # else torch's own 100, until the first log event
             self._look_every(_BUCKETS_ARE_SETTLED)
 
@@ -75,8 +77,9 @@ class CommClock:
             self._look_every(self._step + self._longest)  # DDP looks at the multiples
         if not times:
             return None
-        total, hidden = (sum(nanos) / len(times) / 1e9 for nanos in zip(*times, strict=True))
-        return CommTimes(total, hidden)
+        steps_done, *nanos = zip(*times, strict=True)
+        total, hidden = (sum(each) / len(times) / 1e9 for each in nanos)
+        return CommTimes(total, hidden, tuple(self._step - step for step in steps_done))
 
     def _look_every(self, steps: int) -> None:
         self._every = steps
@@ -89,4 +92,5 @@ class CommClock:
         total: int = found.get("backward_comm_time", 0)
         if total and found["iteration"] > self._read_step:
             self._read_step = found["iteration"]
-            self._times.append((total, found["backward_compute_comm_overlap_time"]))
+            hidden: int = found["backward_compute_comm_overlap_time"]
+            self._times.append((self._read_step, total, hidden))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trainer import distributed
-from trainer.comm_hooks import Hook, PowerSGD, average_hook
+from trainer.comm_hooks import Hook, PowerSGD, average_hook, overflow_in
 from trainer.data.loading import MicroBatch
 from trainer.data.plan import GlobalBatchPlan
 from trainer.messages import listed
@@ -62,6 +62,7 @@ class DDPStrategy(Strategy):
         if "powersgd" in kinds:
             self._powersgd = PowerSGD(powersgd_rank, powersgd_start_step, self._sent_as)
         self._bucket_search: BucketSizeSearch | None = None
+        self._searches: dict[frozenset[str], BucketSizeSearch] = {}  # by what is trained
         self._wrapped: nn.parallel.DistributedDataParallel | None = None
         self._comm_clock: CommClock | None = None
         self.may_miss_gradients = find_unused_parameters
@@ -116,7 +117,7 @@ class DDPStrategy(Strategy):
                 convert = nn.SyncBatchNorm.convert_sync_batchnorm
                 step.task = convert(step.task)  # type: ignore[no-untyped-call]
             if self._bucket_cap_mb == "auto":
-                self._bucket_search = BucketSizeSearch(step, device)
+                self._bucket_search = self._search(step, device)
         options: dict[str, Any] = {**self._options, "init_sync": is_new}
         cap_mb = self._bucket_cap_mb if self._bucket_search is None else self._bucket_search.cap_mb
         if cap_mb is not None:  # an explicit None would be taken for a size
@@ -130,6 +131,8 @@ class DDPStrategy(Strategy):
         )
         hook = self._hook(step, device)
         if hook is not None:
+            is_scaled = self.scaler is not None and self.scaler.is_enabled()
+            step.suspect(overflow_in(self._comm_hook, is_scaled))
             self._wrapped.register_comm_hook(None, hook)
         self._comm_clock = CommClock(self._wrapped, device)
         return self._wrapped
@@ -144,7 +147,9 @@ class DDPStrategy(Strategy):
             return
         if self._comm_clock is not None:
             self._comm_clock.after_step()
-            if self._bucket_search is not None:
+            # What is fast without compression is not what is fast with it.
+            is_as_later = self._powersgd is None or self._powersgd.has_begun
+            if self._bucket_search is not None and is_as_later:
                 self.wants_setup = self._bucket_search.after_backward()
         elif self._powersgd is not None:
             self._powersgd.settle(self._step, self.scaler)
@@ -169,6 +174,15 @@ class DDPStrategy(Strategy):
             super().load_state_dict(state)
         else:
             self._powersgd.load_state_dict(state)
+
+    def _search(self, step: StepModule, device: torch.device) -> BucketSizeSearch:
+        """Return the search for these gradients: the one that was broken off, if there is one."""
+        trained = frozenset(name for name, p in step.task.named_parameters() if p.requires_grad)
+        if trained in self._searches:
+            self._searches[trained].go_on()
+        else:
+            self._searches[trained] = BucketSizeSearch(step, device)
+        return self._searches[trained]
 
     def _hook(self, step: StepModule, device: torch.device) -> Hook | None:
         if self._powersgd is not None:
