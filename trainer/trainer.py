@@ -22,6 +22,7 @@ from trainer import distributed, metrics, startup, stopping
 from trainer.callbacks import Callback
 from trainer.checkpoint.past import read_past
 from trainer.checkpoint.saving import Saver, Stateful, named
+from trainer.data.streams import empty_stream
 from trainer.due import due, limit_reached
 from trainer.gradients import Gradients, trained_names
 from trainer.logbook import Logbook
@@ -238,10 +239,7 @@ class Training:
                     self.end_epoch()
                     self.after_step()
                 elif state.step == first_step:
-                    raise ValueError(
-                        f"the training stream yields no sample in epoch {state.epoch}; check what "
-                        "it reads, and that it starts anew each time it is iterated"
-                    )
+                    raise empty_stream(state.epoch)
 
         return self.finish()
 

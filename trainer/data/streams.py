@@ -267,3 +267,11 @@ class _Stream(IterableDataset[Read]):
         key = stream_key(self._seed, Stream.MICRO_BATCH, self._epoch, position + start)
         self._generators.seed(key)
         return self.source.collate(batch[start:stop])
+
+
+def empty_stream(epoch: int) -> ValueError:
+    """Return the error of a training stream without a sample in ``epoch``."""
+    return ValueError(
+        f"the training stream yields no sample in epoch {epoch}; check what it reads, and that it "
+        "starts anew each time it is iterated"
+    )

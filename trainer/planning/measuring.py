@@ -19,6 +19,7 @@ from trainer.data.fetching import Request
 from trainer.data.loading import MicroBatch
 from trainer.data.module import DataModule
 from trainer.data.plan import GlobalBatchPlan
+from trainer.data.streams import empty_stream
 from trainer.janitor import Janitor
 from trainer.messages import counted
 from trainer.options import show
@@ -175,10 +176,7 @@ def _first_step(training: Training) -> list[MicroBatch]:
         found.append(micro._replace(batch=to_device(micro.batch, training.session.device)))
         if micro.is_last:
             return found
-    raise ValueError(
-        "the training stream yields no sample in epoch 0; check what it reads, and that it starts "
-        "anew each time it is iterated"
-    )
+    raise empty_stream(epoch=0)
 
 
 def _whole_batch(training: Training, micros: list[MicroBatch]) -> tuple[Callable[[int], Any], int]:
