@@ -115,7 +115,8 @@ def test_the_planned_weight_leaves_gradients_to_the_last_bit(extra: float | None
 
 def test_without_any_weight_there_is_nothing_to_step_on() -> None:
     step, gradients = after_backward()
-    step._logbook.begin(step=2, position=0, num_samples=3)  # a step without a loss so far
+    assert step.has_weight
+    gradients.clear()  # a step without a loss so far
     assert not step.has_weight
     step.extra_weight.grad = torch.tensor(-1.0)
     assert not correct(step, gradients)

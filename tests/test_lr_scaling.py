@@ -31,7 +31,7 @@ from trainer import OptimizerSetup
 from trainer.callbacks import LearningRate
 from trainer.config import TrainerConfig
 from trainer.lr_scaling import LRScaling
-from trainer.optimization import Schedule, configure_optimizer
+from trainer.optimization import Schedule, configure_optimizers
 from trainer.run import Run
 from trainer.state import OnTheClock, TrainState
 
@@ -60,7 +60,7 @@ def used_in_steps(
         with schedule.scaled():
             optimizer.step()
         schedule.after_step()
-        assert schedule.named_rates()["train/lr"] == pytest.approx(used[-1]["lr"])
+        assert schedule.named_rates("train/lr")["train/lr"] == pytest.approx(used[-1]["lr"])
         clock._state.step += 1
         schedule.after_validation({"val/loss": 1.0})
     return used
@@ -204,7 +204,7 @@ def warmed_up(params: Iterable[nn.Parameter]) -> OptimizerSetup:
 def test_the_start_says_what_is_used(
     build: Any, scaling: LRScaling, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    configure_optimizer(Regression(build), scaling)
+    configure_optimizers(Regression(build), scaling)
     assert capsys.readouterr().out == line + "\n"
 
 
@@ -229,8 +229,8 @@ def without_lr(params: Iterable[nn.Parameter]) -> Optimizer:
 )
 def test_betas_that_cannot_be_scaled_are_refused(build: Any, rule: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        configure_optimizer(Regression(build), LRScaling(rule, 1024, 64))
-    configure_optimizer(Regression(build), LRScaling("linear", 1024, 64))
+        configure_optimizers(Regression(build), LRScaling(rule, 1024, 64))
+    configure_optimizers(Regression(build), LRScaling("linear", 1024, 64))
 
 
 def test_a_beta_that_a_schedule_moves_too_far_ends_the_run() -> None:

@@ -6,17 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from support import Regression, sgd
+from support import Regression, adamw, sgd
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from trainer import OptimizerSetup
 from trainer.lr_scaling import LRScaling
-from trainer.optimization import configure_optimizer
+from trainer.optimization import configure_optimizers
 
 
 def halving(optimizer: torch.optim.Optimizer) -> LambdaLR:
     return LambdaLR(optimizer, lambda count: 0.5**count)
+
+
+def only(task: Any) -> Any:
+    [(name, schedule)] = configure_optimizers(task, LRScaling()).items()
+    assert name is None
+    return schedule.setup.optimizer, schedule
 
 
 def configured(scheduler: Any = None, **setup: Any) -> Any:
@@ -24,16 +30,16 @@ def configured(scheduler: Any = None, **setup: Any) -> Any:
         optimizer = sgd(params)
         return OptimizerSetup(optimizer, scheduler and scheduler(optimizer), **setup)
 
-    return configure_optimizer(Regression(build), LRScaling())
+    return only(Regression(build))
 
 
 def test_an_optimizer_alone_has_one_constant_rate() -> None:
-    optimizer, schedule = configure_optimizer(Regression(), LRScaling())
+    optimizer, schedule = only(Regression())
     schedule.after_step()
     schedule.after_epoch()
     schedule.after_validation({})
     assert isinstance(optimizer, SGD)
-    assert schedule.named_rates() == {"train/lr": 0.1}
+    assert schedule.named_rates("train/lr") == {"train/lr": 0.1}
     assert schedule.state_dict() == {"rates": [0.1], "scheduler": {}}
 
 
@@ -41,7 +47,7 @@ def test_an_optimizer_alone_has_one_constant_rate() -> None:
 def test_a_schedule_advances_by_its_interval(interval: str | None, rate: float) -> None:
     optimizer, schedule = configured(halving, interval=interval)
     schedule.after_step()
-    assert schedule.named_rates() == {"train/lr": 0.1}, "not the rate that was used"
+    assert schedule.named_rates("train/lr") == {"train/lr": 0.1}, "not the rate that was used"
     schedule.after_step()
     schedule.after_validation({"val/loss": 1.0})
     schedule.after_epoch()
@@ -66,8 +72,8 @@ def test_each_group_has_its_rate_by_name() -> None:
         first, *rest = params
         return SGD([{"params": [first], "name": "head", "lr": 0.5}, {"params": rest}], lr=0.1)
 
-    _, schedule = configure_optimizer(Regression(build), LRScaling())
-    assert schedule.named_rates() == {"train/lr/head": 0.5, "train/lr/1": 0.1}
+    _, schedule = only(Regression(build))
+    assert schedule.named_rates("train/lr") == {"train/lr/head": 0.5, "train/lr/1": 0.1}
 
 
 def test_a_schedule_goes_on_from_its_state() -> None:
@@ -110,26 +116,40 @@ def test_an_inconsistent_setup_is_refused(scheduler: Any, setup: Any, message: s
 
 def test_an_optimizer_that_computes_the_loss_itself_is_refused() -> None:
     with pytest.raises(ValueError, match=r"LBFGS, whose step needs a closure.*AdamW, SGD"):
-        configure_optimizer(Regression(torch.optim.LBFGS), LRScaling())
+        only(Regression(torch.optim.LBFGS))
 
 
-def test_several_optimizers_are_refused_by_name() -> None:
+def test_several_optimizers_are_known_by_name() -> None:
     def build(params: Any) -> dict[str, Any]:
         first, *rest = params
-        return {"generator": sgd([first]), "critic": OptimizerSetup(sgd(rest))}
+        return {"generator": adamw([first]), "critic": OptimizerSetup(sgd(rest))}
 
-    with pytest.raises(ValueError, match=r"several optimizers \(generator, critic\).*yet.*one"):
-        configure_optimizer(Regression(build), LRScaling())
+    found = configure_optimizers(Regression(build), LRScaling())
+    assert list(found) == ["generator", "critic"]
+    assert found["generator"].named_rates("train/lr/generator") == {"train/lr/generator": 0.02}
+
+
+def test_mappings_that_name_no_optimizers_are_refused() -> None:
+    def twice(params: Any) -> dict[str, Any]:
+        optimizer = sgd(params)
+        return {"generator": optimizer, "critic": optimizer}
+
+    with pytest.raises(
+        ValueError, match=r"the same optimizer under several names \(generator, cri"
+    ):
+        configure_optimizers(Regression(twice), LRScaling())
+    with pytest.raises(ValueError, match=r"keys \[0\].*give at least one, each as text"):
+        configure_optimizers(Regression(lambda params: {0: sgd(params)}), LRScaling())
+    with pytest.raises(ValueError, match=r"keys \[\]"):
+        configure_optimizers(Regression(lambda params: {}), LRScaling())
 
 
 def test_what_is_no_optimizer_is_refused() -> None:
     for returned in (None, [torch.optim.SGD], "adam"):
         with pytest.raises(ValueError, match=rf"returned a {type(returned).__name__}; it must"):
-            configure_optimizer(Regression(lambda params, it=returned: it), LRScaling())
+            only(Regression(lambda params, it=returned: it))
 
 
 def test_parameters_of_something_else_are_refused() -> None:
     with pytest.raises(ValueError, match=r"2 parameters of the optimizer are not.*Regression"):
-        configure_optimizer(
-            Regression(lambda params: sgd(torch.nn.Linear(2, 2).parameters())), LRScaling()
-        )
+        only(Regression(lambda params: sgd(torch.nn.Linear(2, 2).parameters())))

@@ -48,6 +48,7 @@ class Gradients:
         self._named = dict(task.named_parameters())
         self._trained = [p for p in self._named.values() if p.requires_grad]
         self._frozen = [p for p in self._named.values() if not p.requires_grad]
+        self._required = [p.requires_grad for p in self._named.values()]
         self._may_miss = may_miss
         self._one = torch.ones_like(step_module.extra_weight, requires_grad=False)
         # Its kernel divides them on its way, which saves a pass over all of them.
@@ -60,19 +61,19 @@ class Gradients:
         Raises:
             ValueError: Naming the parameters and what to do.
         """
-        was_frozen = [p for p in self._trained if not p.requires_grad]
-        was_thawed = [p for p in self._frozen if p.requires_grad]
-        if was_frozen or was_thawed:
+        if [p.requires_grad for p in self._named.values()] != self._required:
+            was_frozen = [p for p in self._trained if not p.requires_grad]
+            was_thawed = [p for p in self._frozen if p.requires_grad]
             old, new = (True, False) if was_frozen else (False, True)
             raise ValueError(
                 f"requires_grad of {self._names(was_frozen or was_thawed)} changed from {old} to "
                 f"{new} in mid-run, which the reduction of gradients over the ranks cannot follow; "
                 "change requires_grad in TaskModule.on_epoch_start only"
             )
-        if not self._may_miss and any(p.grad is None for p in self._trained):
-            missing = self._names([p for p in self._trained if p.grad is None])
+        missing = [] if self._may_miss else [p for p in self._trained if p.grad is None]
+        if missing:
             raise ValueError(
-                f"no gradient for {missing}: the loss does not depend on them in this step. "
+                f"no gradient for {self._names(missing)}: the loss does not depend on them in this step. "
                 "Use them in forward or loss, set requires_grad=False for good, or allow it with "
                 "find_unused_parameters=true"
             )
@@ -123,11 +124,12 @@ class Gradients:
             nn.utils.clip_grad_norm_(parameters, self._clip_norm)
 
     def clear(self) -> None:
-        """Forget all gradients, and what to divide them by, for the next step."""
+        """Forget all gradients and their weights, for the next step."""
         vars(self._optimizer).pop("grad_scale", None)
         for parameter in self._trained:
             parameter.grad = None
         self._step_module.extra_weight.grad = None
+        self._step_module.has_weight = False
 
     def _explain_small_weight(self) -> None:
         raise ValueError(

@@ -29,17 +29,22 @@ class NotFiniteError(ValueError, FloatingPointError):
     """A loss or a weight became NaN or infinite."""
 
 
+def full_name(prefix: str, name: str) -> str:
+    """Return what a value is called in an event: ``train/<name>``; ``/<name>`` stands by itself."""
+    return name[1:] if name.startswith("/") else f"{prefix}/{name}"
+
+
 class Logbook:
     """Weighted means over micro-batches and ranks since the last `reduce`.
 
     Attributes:
-        has_weight: Whether this rank has recorded a loss in the current step.
+        losses: The names of losses, the same on every rank; nobody else may log as such.
         place: Step and position of the current micro-batch.
         suspect: What in this run may have made a loss infinite or NaN; None if nothing special.
     """
 
     def __init__(self) -> None:
-        self.has_weight = False
+        self.losses: tuple[str, ...] = ("loss",)
         self.place = (0, 0)
         self.suspect: str | None = None
         # Per name: values since the last stack, their weights, and the stacks of both.
@@ -50,7 +55,12 @@ class Logbook:
         self._names: list[str] = []  # agreed by all ranks
         self._num_samples = 0
         self._is_counted = True
-        self._loss_places: list[tuple[int, int, int]] = []
+        self._loss_places: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples the values that follow are of."""
+        return self._num_samples
 
     def begin(self, step: int, position: int, num_samples: int) -> None:
         """Say to which micro-batch the values that follow belong.
@@ -60,8 +70,6 @@ class Logbook:
             position: Position of its first sample in the epoch.
             num_samples: Its number of samples.
         """
-        if step != self.place[0]:
-            self.has_weight = False
         self.place = (step, position)
         self.count(num_samples)
 
@@ -81,8 +89,10 @@ class Logbook:
         Raises:
             ValueError: If ``value`` is not a scalar or ``name`` is ``loss``, which is the loop's.
         """
-        if name == "loss":
-            raise ValueError("log('loss', ...): the Trainer logs the loss itself; use another name")
+        if name in self.losses:
+            raise ValueError(
+                f"log({name!r}, ...): the Trainer logs the loss itself; use another name"
+            )
         if isinstance(value, torch.Tensor) and value.numel() != 1:
             raise ValueError(
                 f"log({name!r}, ...) got a tensor of shape {tuple(value.shape)}; log a scalar: its "
@@ -95,14 +105,18 @@ class Logbook:
         self._append(name, value, self._num_samples if weight is None else weight)
 
     def add_loss(
-        self, value: torch.Tensor, weight: torch.Tensor | float, *, is_total: bool
+        self,
+        value: torch.Tensor,
+        weight: torch.Tensor | float,
+        *,
+        is_total: bool,
+        name: str = "loss",
     ) -> None:
         """Record a micro-batch's loss: a mean, or the total over ``weight``."""
-        self.has_weight = True
         if self._is_counted:
-            self._loss_places.append((*self.place, self._num_samples))
+            self._loss_places[name].append((*self.place, self._num_samples))
         value = value.detach()
-        self._append("loss", value / weight if is_total else value, weight)
+        self._append(name, value / weight if is_total else value, weight)
 
     def reduce(
         self, *, finite_loss: bool = True, beside: torch.Tensor | None = None
@@ -121,7 +135,7 @@ class Logbook:
         """
         shared = self._shared(beside)
         means = {name: total / weight for name, (total, weight) in shared.items() if weight}
-        if finite_loss and not math.isfinite(means.get("loss", 0.0)):
+        if finite_loss and not all(math.isfinite(means.get(name, 0.0)) for name in self.losses):
             self._raise_not_finite()
         self._values.clear()
         self._weights.clear()
@@ -229,12 +243,12 @@ class Logbook:
         return unpack(together[: packed.numel()].view_as(packed))
 
     def _first_not_finite(self) -> tuple[int, int, int] | None:
-        if not self._loss_places:
-            return None
-        finite = torch.cat([products.isfinite() for products, _ in self._read("loss")])
-        if bool(finite.all()):
-            return None
-        return self._loss_places[int(finite.logical_not().nonzero()[0])]
+        found = []
+        for name, places in self._loss_places.items():
+            finite = torch.cat([products.isfinite() for products, _ in self._read(name)])
+            if not bool(finite.all()):
+                found.append(places[int(finite.logical_not().nonzero()[0])])
+        return min(found, default=None)
 
     def _raise_not_finite(self) -> None:
         found = distributed.all_gather_object(self._first_not_finite())

@@ -85,15 +85,13 @@ class Schedule:
             )
         self._scheduler.step(metrics[self._monitor])
 
-    def named_rates(self) -> dict[str, float]:
-        """Return ``{"train/lr": rate}``, or one entry per group if there are several."""
+    def named_rates(self, name: str) -> dict[str, float]:
+        """Return ``{name: rate}``, or one entry ``name/<group>`` per group if there are several."""
         groups = self._optimizer.param_groups
         if len(groups) == 1:
-            return {"train/lr": float(self.rates[0])}
-        names = [str(group.get("name", number)) for number, group in enumerate(groups)]
-        return {
-            f"train/lr/{name}": float(rate) for name, rate in zip(names, self.rates, strict=True)
-        }
+            return {name: float(self.rates[0])}
+        names = [f"{name}/{group.get('name', number)}" for number, group in enumerate(groups)]
+        return dict(zip(names, map(float, self.rates), strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rates that were used last, and the scheduler's state, if there is one."""
@@ -130,26 +128,42 @@ class Schedule:
             self._scheduler.step()
 
 
-def configure_optimizer(
-    task: TaskModule, scaling: LRScaling
-) -> tuple[torch.optim.Optimizer, Schedule]:
-    """Ask the task for its optimizer and check the answer.
+def configure_optimizers(task: TaskModule, scaling: LRScaling) -> dict[str | None, Schedule]:
+    """Ask the task for its optimizers and check the answer.
 
     Args:
-        task: Gives the optimizer and the clock.
+        task: Gives the optimizers and the clock.
         scaling: How the learning rate follows the global batch; rank 0 prints what comes of it.
 
+    Returns:
+        Each with its schedule, by its name; None is the name of one that is not in a mapping.
+
     Raises:
-        ValueError: If it is no optimizer or `OptimizerSetup`, an optimizer that the loop cannot
-            step, an inconsistent setup, or nothing that ``scaling`` could scale.
+        ValueError: If there is something that is no optimizer or `OptimizerSetup`, an optimizer
+            that the loop cannot step, an inconsistent setup, or nothing that ``scaling`` could
+            scale.
     """
     found: Any = task.configure_optimizers()
-    if isinstance(found, Mapping):
+    if not isinstance(found, Mapping):
+        return {None: _schedule(task, found, scaling)}
+    if not found or not all(isinstance(name, str) and name for name in found):
         raise ValueError(
-            f"configure_optimizers returned several optimizers ({', '.join(map(str, found))}), "
-            "which the Trainer cannot take turns with yet; return one optimizer over all "
-            "parameters (a parameter group can have its own lr), or train each in a fit of its own"
+            f"configure_optimizers returned a mapping with the keys {list(found)}; they are the "
+            "optimizers' names: give at least one, each as text, or return the only optimizer"
         )
+    schedules: dict[str | None, Schedule] = {
+        name: _schedule(task, each, scaling) for name, each in found.items()
+    }
+    if len({id(schedule.setup.optimizer) for schedule in schedules.values()}) < len(schedules):
+        raise ValueError(
+            f"configure_optimizers returned the same optimizer under several names "
+            f"({', '.join(found)}); each turn needs one of its own"
+        )
+    return schedules
+
+
+def _schedule(task: TaskModule, found: Any, scaling: LRScaling) -> Schedule:
+    """Check one optimizer, with its schedule if there is one."""
     setup = found if isinstance(found, OptimizerSetup) else OptimizerSetup(found)
     if not isinstance(setup.optimizer, torch.optim.Optimizer):
         raise ValueError(
@@ -176,7 +190,7 @@ def configure_optimizer(
     scaling.check(setup.optimizer)
     if scaling.rule != "none" and distributed.rank() == 0:
         print(scaling.describe(setup.optimizer, setup.scheduler is not None), flush=True)
-    return setup.optimizer, Schedule(setup, scaling, task.run)
+    return Schedule(setup, scaling, task.run)
 
 
 def is_plain_update(task: TaskModule, optimizer: torch.optim.Optimizer) -> bool:

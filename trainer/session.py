@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -42,6 +43,7 @@ class Session:
         precision: Autocast.
         data_order: What the order of the training samples follows from, in plain values.
         faster_loading: What to try where training waits for its data.
+        plan: How global batches are cut, once the training data is open.
         can_stop: Whether a signal may cut an evaluation short; a fit makes up for it later.
     """
 
@@ -56,6 +58,7 @@ class Session:
         self.can_stop = False
         self._found: dict[str, dict[str, Any]] = {}  # evaluation data by split, asked for once
         self._train_batch_size: int | None = None
+        self.plan: GlobalBatchPlan
         self._options = LoaderOptions(
             num_workers=config.num_workers,
             pin_memory=self.device.type == "cuda"
@@ -68,16 +71,16 @@ class Session:
         distributed.run_once_per_machine(lambda: prepare(data), data.prepare_timeout_s)
         # The ranks build their datasets from the same random numbers, however they were started.
         seed_everything(config.seed)
-        task.to(self.device)
         task.run = RunFacts(
             rank=distributed.rank(), world_size=distributed.world_size(), device=self.device
         )
+        task.to(self.device)
 
-    def train_batches(self, strategy: Strategy) -> tuple[Batches, GlobalBatchPlan]:
+    def train_batches(self) -> tuple[Batches, GlobalBatchPlan]:
         """Return this rank's training data and how its global batches are cut.
 
         Raises:
-            ValueError: If the data, the sizes or ``strategy`` do not allow it.
+            ValueError: If the data or the sizes do not allow it.
         """
         config = self.config
         source = self._open(self._data.train_dataset(), "train")
@@ -103,11 +106,35 @@ class Session:
             indices=self._data.train_indices if self._data.orders_epochs else None,
         )
         check_plan(self.task, plan, world_size)
-        strategy.check(plan, self.device, self._is_always_full(source, plan))
+        self.plan, self._always_full = plan, self._is_always_full(source, plan)
         by_indices = self._data.orders_epochs
         self.data_order = describe_data(config, source, size, by_indices) | batches.order_facts()
         self.faster_loading = faster_loading(source, config.num_workers)
         return batches, plan
+
+    def check_strategy(self, strategy: Strategy) -> None:
+        """Refuse a strategy that does not allow the way in which global batches are cut."""
+        strategy.check(self.plan, self.device, self._always_full)
+
+    def check_undivided(self) -> None:
+        """Refuse global batches of which a rank has no sample, or more than one micro-batch.
+
+        Raises:
+            ValueError: Saying which options to change.
+        """
+        plan, world_size, name = self.plan, distributed.world_size(), type(self.task).__name__
+        size = plan.global_batch_size
+        if size is not None and plan.accumulation_steps(size, world_size) > 1:
+            raise ValueError(
+                f"{name} optimizes itself, so it accumulates gradients itself too; set "
+                f"micro_batch_size=null (now {plan.micro_batch_size}), and give it smaller global "
+                "batches"
+            )
+        if world_size > 1 and not self._always_full:
+            raise ValueError(
+                f"{name} optimizes itself, so every rank needs a sample in every step; on "
+                f"{world_size} ranks set drop_last=true (a DataLoader has its own)"
+            )
 
     def evaluation_sets(
         self, split: str, limit: int | None = None, required: bool = False
@@ -205,6 +232,25 @@ class Session:
             self.config.seed,
             can_stop=self.can_stop,
         )
+
+    def evaluate_with(
+        self, which: Path | None, run_dir: Path, split: str, sets: Mapping[str, EvaluationSet]
+    ) -> dict[str, float]:
+        """Return the metrics that a checkpoint's weights have; the task keeps its own.
+
+        Args:
+            which: The checkpoint; None for the weights as they are.
+            run_dir: The folder of the run.
+            split: As for `evaluate`.
+            sets: Likewise.
+        """
+        last = copy.deepcopy(self.task.state_dict())
+        try:
+            if which is not None:
+                self.load(run_dir, which)
+            return self.evaluate(split, sets)
+        finally:
+            self.task.load_state_dict(last)
 
     def evaluate_once(self, split: str, limit: int | None = None) -> dict[str, float]:
         """Return the metrics of ``val`` or ``test``, on every rank; the data is let go afterwards.

@@ -39,6 +39,7 @@ class StepModule(nn.Module):
 
     Attributes:
         task: The user's module.
+        has_weight: Whether this rank has had a micro-batch with weight in this step.
         extra_weight: Its gradient is (true weight - planned weight) / planned weight of the global
             batch, once all micro-batches are through and the ranks have averaged.
     """
@@ -53,6 +54,7 @@ class StepModule(nn.Module):
         averaged_over: int,
         seed: int,
         needs_every_parameter: bool,
+        loss_name: str = "loss",
     ) -> None:
         """Note what every micro-batch goes through.
 
@@ -66,6 +68,7 @@ class StepModule(nn.Module):
             seed: Seed of the run.
             needs_every_parameter: Whether a micro-batch without weight must give every parameter a
                 gradient of zeros. Not where parameters may be unused: these would count as used.
+            loss_name: What the loss is called in the logbook.
         """
         super().__init__()
         self.task = task
@@ -77,6 +80,8 @@ class StepModule(nn.Module):
         self._seed = seed
         self._task_loss = TaskLoss(task, logbook)
         self._needs_every_parameter = needs_every_parameter
+        self._loss_name = loss_name
+        self.has_weight = False
 
     def suspect(self, cause: str | None) -> None:
         """Have an error that a loss is not finite name this cause first."""
@@ -106,7 +111,8 @@ class StepModule(nn.Module):
         if value is None:
             value, is_total = self._zero(), False
         else:
-            self._logbook.add_loss(value, weight, is_total=is_total)
+            self.has_weight = True
+            self._logbook.add_loss(value, weight, is_total=is_total, name=self._loss_name)
             if is_total and task.global_loss:  # its true weight is known on every rank
                 value, weight, is_total = value / weight, float(num_samples), False
         unit = self._unit(weight, num_samples)
@@ -141,11 +147,6 @@ class StepModule(nn.Module):
                 distributed.broadcast_tensor(torch.tensor(unit, dtype=torch.float64))
             )
         return self._state.sample_weight
-
-    @property
-    def has_weight(self) -> bool:
-        """Whether this rank has had a micro-batch with weight in this step."""
-        return self._logbook.has_weight
 
     def _zero(self) -> torch.Tensor:
         if not self._needs_every_parameter:

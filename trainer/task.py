@@ -63,6 +63,10 @@ class RunFacts(OnTheClock):
         world_size: Number of ranks.
         device: Where the task's parameters and batches are.
         split: ``train``, ``val``, ``test`` or ``predict``: what is being run now.
+        evaluated_set: Of several validation or test sets, the name of the one that is run now;
+            else None.
+        turn: Of a task with several optimizers, the name of the one whose turn it is in this step;
+            else None.
     """
 
     total_steps: int | None = 0
@@ -71,6 +75,8 @@ class RunFacts(OnTheClock):
     world_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     split: str = "train"
+    evaluated_set: str | None = None
+    turn: str | None = None
     _state: TrainState = field(default_factory=TrainState, repr=False)
     _logbook: Logbook | None = field(default=None, repr=False)
 
@@ -88,10 +94,12 @@ class TaskModule(nn.Module):
             loss), and so gets the outputs and the batch of the whole global batch, of all ranks,
             in order and with gradients. Every rank then calls it with the same values. Set it in
             the class or in ``__init__``. A rank can have one micro-batch per step only.
+        optimizes_itself: Whether ``optimize`` does all that a step does, in place of the loop.
     """
 
     run: RunFacts = RunFacts()
     global_loss: bool = False
+    optimizes_itself: bool = False
 
     def forward(self, batch: Any) -> Any:
         """Return the outputs for one micro-batch."""
@@ -110,12 +118,36 @@ class TaskModule(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} must define loss(outputs, batch)")
 
-    def configure_optimizers(self) -> torch.optim.Optimizer | OptimizerSetup:
-        """Return the optimizer, with a schedule if there is one.
+    def configure_optimizers(
+        self,
+    ) -> (
+        torch.optim.Optimizer
+        | OptimizerSetup
+        | Mapping[str, torch.optim.Optimizer | OptimizerSetup]
+    ):
+        """Return the optimizer, with a schedule if there is one; or several, by name.
 
         Called once per ``fit``, on every rank, with the parameters on their device.
+
+        Several take turns in every step, in this order: forward, loss (logged as
+        ``train/loss/<name>``), backward, clip and update, each with only its own parameters
+        requiring gradients, and its name in ``self.run.turn``. One whose parameters are all frozen
+        has no turn.
         """
         raise NotImplementedError(f"{type(self).__name__} must define configure_optimizers()")
+
+    def optimize(self, batch: Any, num_samples: int, global_size: int) -> None:
+        """Do one step: forward, backward, reduction of gradients, update of every optimizer.
+
+        Only called where ``optimizes_itself`` is set. Weights are equal on all ranks before, and
+        must be so afterwards. Schedules, clipping and loss scaling are up to it, too.
+
+        Args:
+            batch: What this rank has of a global batch.
+            num_samples: Samples in it.
+            global_size: Samples in the global batch.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define optimize")
 
     def build_metrics(self, split: str) -> Mapping[str, Metric | MetricCollection]:
         """Return the torchmetrics of ``split`` (``train``, ``val`` or ``test``), by name."""
@@ -176,6 +208,44 @@ class TaskModule(nn.Module):
 
     def on_validation_end(self, metrics: Mapping[str, float]) -> None:
         """Run on every rank after each validation, with its metrics (``val/loss``, ...)."""
+
+    def on_epoch_end(self) -> Mapping[str, float] | None:
+        """Run on every rank after each epoch, once it has been validated; before it is saved.
+
+        Returns:
+            What it has measured, the same on every rank, to be logged under these names.
+        """
+
+    def on_fit_end(self) -> Mapping[str, float] | None:
+        """Run on every rank at the end of a run, before it is saved; not after a signal.
+
+        Returns:
+            As for ``on_epoch_end``.
+        """
+
+    # For tasks that run somebody else's module.
+    _speaks_for_another = False
+
+    def _start(self, device: torch.device) -> None:
+        """Get ready on a rank, for one job."""
+        self.to(device)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Clean up after the job, or after the error that ended it."""
+
+    def _begin_evaluation(self, split: str) -> None:
+        """Get ready to evaluate ``val`` or ``test``, or to predict."""
+
+    def _end_evaluation(self, split: str, values: Mapping[str, float]) -> Mapping[str, float]:
+        """Return what there is to tell beside the values of an evaluation."""
+        return {}
+
+    def _state(self) -> dict[str, Any]:
+        """Return what belongs into a checkpoint beside weights; called on every rank."""
+        return {}
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what ``_state`` returned on rank 0; called on every rank."""
 
 
 def first_dimension(batch: Any) -> int:

@@ -7,10 +7,9 @@ part of each global batch. `Training` is one fit on one rank, and `Training.run`
 
 from __future__ import annotations
 
-import copy
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -21,25 +20,23 @@ import torch
 from trainer import distributed, metrics, startup, stopping
 from trainer.callbacks import Callback
 from trainer.checkpoint.past import read_past
-from trainer.checkpoint.saving import Saver, Stateful, named
+from trainer.checkpoint.saving import Saver, named
+from trainer.data.loading import MicroBatch
 from trainer.data.streams import empty_stream
 from trainer.due import due, limit_reached
-from trainer.gradients import Gradients, trained_names
+from trainer.gradients import trained_names
 from trainer.logbook import Logbook
 from trainer.loggers import Logger
-from trainer.lr_scaling import LRScaling
 from trainer.notes import note_untrained
 from trainer.observers import Observers
-from trainer.optimization import configure_optimizer
 from trainer.pace import Pace
-from trainer.precision import LossScaler
 from trainer.run import FitResult
 from trainer.seeding import Stream, seed_generators, stream_key
 from trainer.session import Session
 from trainer.state import TrainState
-from trainer.step import StepModule
-from trainer.strategies import build_strategy
+from trainer.strategies.ddp import check_same_tensors
 from trainer.trees import to_device
+from trainer.turns import Turn, build_turns, by_step, comm_times, learning_rates
 from trainer.watch import Phase, watch
 
 
@@ -75,8 +72,7 @@ class Training:
         self.session, self.config, self.task, self.state = session, config, task, state
         session.can_stop = True
         self.run_dir = run_dir
-        self.strategy = build_strategy(config)
-        self.batches, self.plan = session.train_batches(self.strategy)
+        self.batches, self.plan = session.train_batches()
         self.val_sets = session.evaluation_sets("val")
         self.test_sets = session.evaluation_sets("test", required=True) if test_best else {}
         self.train_metrics = session.train_metrics()
@@ -93,32 +89,13 @@ class Training:
             _logbook=self.logbook,
         )
         self.observers = Observers(self.view, callbacks, loggers, config.checkpoint.on_error)
-        scaling = LRScaling.of(config, self.plan.global_batch_size)
-        self.optimizer, self.schedule = configure_optimizer(task, scaling)
-        self.schedule.check_monitor(bool(self.val_sets) and config.validates)
-        self.step_module = StepModule(
-            task,
-            self.logbook,
-            self.train_metrics,
-            state,
-            averaged_over=self.strategy.averaged_over,
-            seed=config.seed,
-            needs_every_parameter=not self.strategy.may_miss_gradients,
-        ).to(session.device)
-        self.scaler = LossScaler(session.precision, self.strategy.averaged_over)
-        self.strategy.scaler = self.scaler
-        parts: dict[str, Stateful] = {
-            "scaler": self.scaler,
-            "train_state": state,
-            **named("callbacks", callbacks),
-            **named("loggers", loggers),
-        }
-        self.saver = Saver(
-            session, self.view, self.optimizer, self.schedule, parts, run_config, past
-        )
+        self.turns = build_turns(session, state, self.logbook, self.train_metrics)
+        for turn in self.turns:
+            turn.schedule.check_monitor(bool(self.val_sets) and config.validates)
+        parts = {"train_state": state, **named("callbacks", callbacks), **named("loggers", loggers)}
+        self.saver = Saver(session, self.view, self.turns, parts, run_config, past)
         self.trained: tuple[str, ...] | None = None
-        self.module: torch.nn.Module  # what the loop calls; it and its gradients come from `wrap`
-        self.gradients: Gradients
+        self.at_work: Sequence[Turn] = ()  # those that have something to train, from `wrap`
         self.stop_reason: str | None = None
         self.signal: signal.Signals | None = None  # that asked to stop
         self.started = time.monotonic()
@@ -132,12 +109,14 @@ class Training:
         self.logbook.restore(shared.get("logbook", {}))
         metrics.restore(self.train_metrics, shared.get("metrics", {}))
         self.batches.load_state_dict(shared.get("batches", {}))
-        self.strategy.load_state_dict(shared.get("strategy", {}))
+        for turn in self.turns:
+            turn.strategy.load_state_dict(shared.get(turn.key("strategy"), {}))
         watch.step = self.state.step
         self.agreement = stopping.Agreement(self.state.step)
         self.started = time.monotonic() - self.state.time_s
         with ExitStack() as stack:
-            stack.callback(self.strategy.teardown)
+            for turn in self.turns:
+                stack.callback(turn.strategy.teardown)
             stack.callback(self.batches.close)
             for evaluated in (*self.val_sets.values(), *self.test_sets.values()):
                 stack.callback(evaluated.batches.close)
@@ -157,13 +136,14 @@ class Training:
             each epoch:
                 TaskModule.on_epoch_start          (wrap again if requires_grad changed)
                 each global batch:
-                    each micro-batch of this rank:
-                        forward, loss, backward    (gradients are reduced in the last one)
-                    gradients: unscale, correct by the true weight
-                    TaskModule.before_optimizer_step
-                    clip, optimizer.step
-                    TaskModule.after_optimizer_step
-                    scheduler.step                 (interval "step"; "epoch" at an epoch's end)
+                    each optimizer's turn:         (mostly there is one)
+                        each micro-batch of this rank:
+                            forward, loss, backward (gradients are reduced in the last one)
+                        gradients: unscale, correct by the true weight
+                        TaskModule.before_optimizer_step
+                        clip, optimizer.step
+                        TaskModule.after_optimizer_step
+                        scheduler.step             (interval "step"; "epoch" at an epoch's end)
                     if due: log                    Callback.on_log, loggers
                     if due: validate               scheduler.step (with a monitor),
                                                    TaskModule.on_validation_end,
@@ -174,7 +154,6 @@ class Training:
             Callback.on_fit_end
         """
         task, state, config, device = self.task, self.state, self.config, self.session.device
-        precision, scaler = self.session.precision, self.scaler
         startup.note("open")
         self.observers.tell("on_fit_start")
         self.obey()
@@ -192,40 +171,18 @@ class Training:
             if not state.step_in_epoch:  # else resumed in its middle
                 metrics.reset(self.train_metrics)
             first_step = state.step
-            micros = self.batches.epoch(state.epoch, state.step_in_epoch)
-            for micro in watch.loading(micros, then=Phase.FORWARD):
-                batch = to_device(micro.batch, device)
-                self.logbook.begin(state.step + 1, micro.position, micro.num_samples)
-                key = stream_key(config.seed, Stream.FORWARD, state.step, micro.number)
-                seed_generators(key, device)
-                with nullcontext() if micro.is_last else self.strategy.no_sync():
-                    with precision.autocast():
-                        # This micro-batch's share of the global batch's loss (see step.py).
-                        loss = self.module(batch, micro.num_samples, micro.global_size)
-                    watch.enter(Phase.BACKWARD)
-                    scaler.scale(loss).backward()
-                self.strategy.after_backward(micro)  # reproducible: add up in a fixed order
-                if not micro.is_last:
-                    continue
-
-                watch.enter(Phase.OPTIMIZER)
-                self.gradients.check()
-                has_weight = self.gradients.correct(scaler)
-                if has_weight:  # else there is nothing to step on
-                    if not self.gradients.update_is_plain:  # then it may draw random numbers
-                        self.seed_hook(Stream.UPDATE)
-                    task.before_optimizer_step()
-                    self.gradients.clip()
-                    with self.schedule.scaled():  # the learning rate follows the global batch
-                        scaler.step(self.optimizer)  # optimizer.step(), unless fp16 overflowed
-                    task.after_optimizer_step()
-                    scaler.update()
-                self.gradients.clear()
-                self.schedule.after_step()
+            epoch = self.batches.epoch(state.epoch, state.step_in_epoch)
+            micro_batches = watch.loading(epoch, then=Phase.FORWARD)
+            for global_size, micros in by_step(micro_batches, len(self.at_work), device):
+                for turn in self.at_work:  # mostly there is one
+                    with turn.taken():
+                        self.update(turn, micros)
+                if task.optimizes_itself:
+                    self.let_optimize(micros)
 
                 state.step += 1
                 state.step_in_epoch += 1
-                state.samples += micro.global_size
+                state.samples += global_size
                 watch.step = state.step
                 if state.step_in_epoch == self.batches.steps_per_epoch:
                     self.end_epoch()
@@ -243,37 +200,87 @@ class Training:
 
         return self.finish()
 
-    def seed_hook(self, stream: Stream) -> None:
+    def update(self, turn: Turn, micros: Iterable[MicroBatch]) -> None:
+        """Give one optimizer its turn: the gradients of a global batch, and a step on them."""
+        task, scaler = self.task, turn.scaler
+        for micro in micros:
+            batch = self.begin(micro, *turn.place)
+            with nullcontext() if micro.is_last else turn.strategy.no_sync():
+                with self.session.precision.autocast():
+                    # This micro-batch's share of the global batch's loss (see step.py).
+                    loss = turn.module(batch, micro.num_samples, micro.global_size)
+                watch.enter(Phase.BACKWARD)
+                scaler.scale(loss).backward()
+            turn.strategy.after_backward(micro)  # reproducible: add up in a fixed order
+
+        watch.enter(Phase.OPTIMIZER)
+        turn.gradients.check()
+        has_weight = turn.gradients.correct(scaler)
+        if has_weight:  # else there is nothing to step on
+            if not turn.gradients.update_is_plain:  # then it may draw random numbers
+                self.seed_hook(Stream.UPDATE, *turn.place)
+            task.before_optimizer_step()
+            turn.gradients.clip()
+            with turn.schedule.scaled():  # the learning rate follows the global batch
+                scaler.step(turn.optimizer)  # optimizer.step(), unless fp16 overflowed
+            task.after_optimizer_step()
+            scaler.update()
+        turn.gradients.clear()
+        turn.schedule.after_step()
+
+    def let_optimize(self, micros: Iterable[MicroBatch]) -> None:
+        """Let a task that wants to do so run backward and step its optimizers itself."""
+        for micro in micros:
+            batch = self.begin(micro)
+            with self.session.precision.autocast():
+                self.task.optimize(batch, micro.num_samples, micro.global_size)
+        for turn in self.turns:
+            turn.schedule.after_step()
+
+    def begin(self, micro: MicroBatch, *place: int) -> Any:
+        """Return a micro-batch on the device; what is logged and drawn belongs to it from now."""
+        self.logbook.begin(self.state.step + 1, micro.position, micro.num_samples)
+        number = (self.state.step, micro.number, *place)
+        device = self.session.device
+        seed_generators(stream_key(self.config.seed, Stream.FORWARD, *number), device)
+        return to_device(micro.batch, device)
+
+    def seed_hook(self, stream: Stream, *place: int) -> None:
         """Have the task's hooks and the optimizer draw the same random numbers on every rank.
 
         The generators are where a rank's last micro-batch left them, which is not the same place.
         """
-        seed_generators(stream_key(self.config.seed, stream, self.state.step), self.session.device)
+        key = stream_key(self.config.seed, stream, self.state.step, *place)
+        seed_generators(key, self.session.device)
 
     def wrap(self) -> None:
-        """Wrap the step module, anew if other parameters are trained than before, on any rank."""
+        """Wrap for each turn, anew if other parameters are trained than before, on any rank."""
         trained = trained_names(self.task)
-        changed = torch.tensor(int(trained != self.trained or self.strategy.wants_setup))
-        if int(distributed.all_reduce_sum(changed)):
-            self.strategy.teardown()
-            self.module = self.step_module  # lets go of the old wrapper
-            self.module = self.strategy.setup(self.step_module, self.session.device)
-            clip_norm, may_miss = self.config.gradient_clip_norm, self.strategy.may_miss_gradients
-            self.gradients = Gradients(self.step_module, self.optimizer, clip_norm, may_miss)
+        has_changed = torch.tensor(int(trained != self.trained))
+        if int(distributed.all_reduce_sum(has_changed)):
             self.trained = trained
+            if self.task.optimizes_itself:
+                check_same_tensors(self.task)
+                self.session.share_weights()
+            else:
+                self.at_work = [turn for turn in self.turns if not turn.is_idle]
+            for turn in self.at_work:
+                turn.wrap()
             startup.note("wrap")
 
     def end_epoch(self) -> None:
         """Go on to the next epoch."""
         self.state.epoch += 1
         self.state.step_in_epoch = 0
-        self.schedule.after_epoch()
+        for turn in self.turns:
+            turn.schedule.after_epoch()
 
     def after_step(self) -> None:
         """Log, validate and save where this step calls for it, and obey what is asked for."""
         state = self.state
-        if self.strategy.wants_setup:
-            self.wrap()
+        for turn in self.at_work:
+            if turn.strategy.wants_setup:
+                turn.wrap()
         self.stop_reason = limit_reached(self.config, state)
         log, validate, save = due(self.config, state)
         if log:
@@ -294,12 +301,12 @@ class Training:
         watch.enter(Phase.LOGGING)
         is_first = self.state.logged_step == 0
         self.state.logged_step = self.state.step
-        pace = self.pace.table(self.strategy.take_comm_times)
+        pace = self.pace.table(lambda: comm_times(self.at_work))
         logged = self.logbook.reduce(beside=pace)
         means = metrics.merged(logged, metrics.compute(self.train_metrics))
         values = {f"train/{name}": v for name, v in means.items()} | self.pace.measured(pace)
-        self.view.learning_rates = self.schedule.named_rates()
-        if is_first and "loss" not in means:
+        self.view.learning_rates = learning_rates(self.turns)
+        if is_first and not any(turn.key("loss") in means for turn in self.turns):
             note_untrained(self.state.step)
         self.view.record(values)
         self.observers.tell("on_log", values)
@@ -312,7 +319,8 @@ class Training:
         with self.cut_short():
             values = self.session.evaluate("val", self.val_sets)
             self.state.validated_step = self.state.step
-            self.schedule.after_validation(values)
+            for turn in self.turns:
+                turn.schedule.after_validation(values)
             self.seed_hook(Stream.VALIDATION_END)
             self.task.on_validation_end(values)
             self.view.record(values)
@@ -328,7 +336,7 @@ class Training:
             "logbook": self.logbook.state(),
             "metrics": metrics.state(self.train_metrics) if self.state.step_in_epoch else {},
             "batches": self.batches.state_dict(),
-            "strategy": self.strategy.state_dict(),
+            **{turn.key("strategy"): turn.strategy.state_dict() for turn in self.turns},
         }
         self.saver.save(shared)
 
@@ -382,17 +390,7 @@ class Training:
         self.announce_saved()
         if self.test_sets and self.signal is None:
             with self.cut_short():
-                self.test_best()
+                best = distributed.broadcast_object(self.view.best_checkpoint)
+                self.write(self.session.evaluate_with(best, self.run_dir, "test", self.test_sets))
         self.observers.tell("on_fit_end")
         return FitResult.of(self.view, self.stop_reason, self.signal)
-
-    def test_best(self) -> None:
-        """Test the best checkpoint; the task has its last weights again afterwards."""
-        best = distributed.broadcast_object(self.view.best_checkpoint)
-        last = copy.deepcopy(self.task.state_dict())
-        try:
-            if best is not None:
-                self.session.load(self.run_dir, best)
-            self.write(self.session.evaluate("test", self.test_sets))
-        finally:
-            self.task.load_state_dict(last)

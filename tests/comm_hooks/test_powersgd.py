@@ -108,6 +108,7 @@ class Wrapped:
         self.count += 1
         self.logbook.begin(self.count, 0, 1)
         self.task.weight = weight
+        self.step.has_weight = False
         for parameter in self.step.parameters():
             parameter.grad = None
         loss = self.module(given, 1, distributed.world_size())

@@ -2,8 +2,8 @@
 
 Each test takes one way in which trainers get numbers wrong, and compares 1, 2, 3 and 4 real ranks
 with a plain loop or a closed form: shorter last batches, padded evaluation sets, token weights that
-vary, clipping in the wrong place, means of means, schedules that run too fast, several optimizers,
-a reducer that is gone around. The last part compares whole loss curves.
+vary, clipping in the wrong place, means of means, schedules that run too fast, a reducer that is
+gone around. The last part compares whole loss curves.
 """
 
 from __future__ import annotations
@@ -274,17 +274,6 @@ def test_a_schedule_advances_once_per_optimizer_step_or_epoch(everywhere: Everyw
         for (interval, _), (rates, step) in found.items():
             assert rates == pytest.approx(expected[interval], rel=1e-12)
             assert step == 6
-
-
-class TwoOptimizers(Regression):
-    def configure_optimizers(self) -> Any:
-        first, _, last = self.net
-        return {"first": adamw(first.parameters()), "last": adamw(last.parameters())}
-
-
-def test_several_optimizers_are_refused_rather_than_counted_twice(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"several optimizers \(first, last\)"):
-        fit(TwoOptimizers(), tmp_path, train=samples(4), max_steps=1)
 
 
 # The reducer

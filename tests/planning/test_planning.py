@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import Regression, adamw, assert_equal_bits, samples, weights
+from support import Regression, adamw, assert_equal_bits, samples, sgd, weights
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -229,6 +229,12 @@ class Contrastive(Regression):
     global_loss = True
 
 
+class Alternating(Regression):
+    def configure_optimizers(self) -> Any:
+        first, _, last = self.net
+        return {"first": sgd(first.parameters()), "last": sgd(last.parameters())}
+
+
 class Unused(Regression):
     def __init__(self) -> None:
         super().__init__()
@@ -247,6 +253,7 @@ class Stream(IterableDataset[Any]):
     ("task", "options", "message"),
     [
         (Contrastive, {}, "Contrastive has global_loss=True"),
+        (Alternating, {}, "Alternating has several optimizers"),
         (Regression, {"comm_hook": "powersgd"}, "comm_hook='?powersgd"),
         (Regression, {"latency_us": -1}, "latency_us=-1 is not allowed; it must be a number of at"),
         (Regression, {"max_ranks": 2**40}, "max_ranks=.* at least 2 and at most 1000000"),

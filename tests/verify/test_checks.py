@@ -23,6 +23,7 @@ FACTS = {
     "is_stream": False,
     "is_sharded": False,
     "global_loss": False,
+    "num_turns": 1,
     "order": "shuffle=true",
     "order_changes": True,
     "num_samples": 4,

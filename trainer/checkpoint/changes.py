@@ -22,6 +22,8 @@ from trainer.options import show
 from trainer.task import OptimizerSetup
 
 Description = Mapping[str, Mapping[str, Any]]
+# For each optimizer, by its name; None for an only one. Model and data are the same in all.
+Experiments = Mapping[str | None, Description]
 
 # What a user can accept, and what then happens.
 ACCEPTED = {
@@ -109,6 +111,22 @@ def differences(old: Description, new: Description) -> dict[str, list[str]]:
     found["optimizer"] += (f"optimizer: {line}" for line in _group_lines(old, new))
     found["optimizer"] += _lines("optimizer", old["step"], new["step"])
     return {part: lines for part, lines in found.items() if lines}
+
+
+def differences_of_turns(old: Experiments, new: Experiments) -> dict[str, list[str]]:
+    """Return what differs of a run whose optimizers take turns, as `differences` does."""
+    if old.keys() != new.keys():
+        names = (listed([name or "one optimizer" for name in side]) for side in (old, new))
+        found = differences(next(iter(old.values())), next(iter(new.values())))
+        found = {part: lines for part, lines in found.items() if part in ("model", "data")}
+        return {**found, "optimizer": [f"optimizer: {' -> '.join(names)}"]}
+    found = {}
+    for name, description in new.items():
+        for part, lines in differences(old[name], description).items():
+            if name is not None and part in ("optimizer", "schedule"):
+                lines = [f"{name}: {line}" for line in lines]
+            found[part] = list(dict.fromkeys([*found.get(part, ()), *lines]))
+    return found
 
 
 def changed_parts(old: Description, new: Description) -> tuple[str, ...]:

@@ -25,6 +25,12 @@ class Past(NamedTuple):
     state: dict[str, Any]
     is_own: bool
 
+    @property
+    def experiments(self) -> dict[str | None, dict[str, Any]]:
+        """What the run was, by the name of each of its optimizers; None for an only one."""
+        parts = ((name.partition("/"), value) for name, value in self.state.items())
+        return {turn or None: value for (what, _, turn), value in parts if what == "experiment"}
+
     def steps_until(
         self, max_epochs: int, steps_per_epoch: int, global_batch_size: int | None
     ) -> int:
@@ -39,7 +45,8 @@ class Past(NamedTuple):
         """
         clock = self.state["train_state"]
         done: int = clock["step_in_epoch"]
-        before: int | None = self.state["experiment"]["data"]["global_batch_size"]
+        experiment = next(iter(self.experiments.values()))  # their data is the same
+        before: int | None = experiment["data"]["global_batch_size"]
         if before is not None and global_batch_size is not None:
             done = done * before // global_batch_size
         steps: int = clock["step"] + (max_epochs - clock["epoch"]) * steps_per_epoch - done

@@ -14,9 +14,11 @@ from torch import nn
 from trainer import distributed
 from trainer.checkpoint.changes import (
     Description,
+    Experiments,
     changed_parts,
     describe,
     differences,
+    differences_of_turns,
     lambda_counts,
     lambda_factors,
     moved,
@@ -34,10 +36,10 @@ from trainer.guard import no_collectives
 from trainer.lock import locked
 from trainer.logbook import NotFiniteError
 from trainer.messages import listed
-from trainer.optimization import Schedule
 from trainer.rank import in_child
 from trainer.run import Run
 from trainer.session import Session
+from trainer.turns import Turn
 
 
 class Stateful(Protocol):
@@ -57,8 +59,7 @@ class Saver:
         self,
         session: Session,
         view: Run,
-        optimizer: torch.optim.Optimizer,
-        schedule: Schedule,
+        turns: Sequence[Turn],
         parts: Mapping[str, Stateful],
         run_config: Mapping[str, Any],
         past: Past | None,
@@ -68,8 +69,7 @@ class Saver:
         Args:
             session: Has the task, whose weights are kept beside the parts.
             view: Gives step and metrics; learns which checkpoints there are.
-            optimizer: As the task has configured it.
-            schedule: Likewise.
+            turns: Have the optimizers, as the task has configured them.
             parts: Everything else with state, by name, ``train_state`` among it. Ranks other than
                 0 may have fewer.
             run_config: The config that goes into every checkpoint.
@@ -78,14 +78,17 @@ class Saver:
         self._session = session
         self._config = session.config
         self._view = view
-        self._optimizer = optimizer
-        self._schedule = schedule
-        self._parts = {"run": view, **parts}
+        self._turns = turns
+        scalers = {turn.key("scaler"): turn.scaler for turn in turns}
+        self._parts: dict[str, Stateful] = {"run": view, **scalers, **parts}
         self._run_config = run_config
         self._past = past
-        self._experiment = describe(
-            session.task, schedule.setup, session.config, session.data_order
-        )
+        self._experiments = {
+            turn.name: describe(
+                session.task, turn.schedule.setup, session.config, session.data_order
+            )
+            for turn in turns
+        }
         self._writer: CheckpointWriter | None = None
         self._written: Any = None  # what the last checkpoint knows, see _now
 
@@ -107,8 +110,11 @@ class Saver:
                 distributed.on_first_rank(self._load_other_weights)
                 self._session.share_weights()
             return {}
-        old = past.state["experiment"]
-        new = self._described(old["counts"])
+        old = past.experiments
+        new = {
+            turn.name: self._described(turn, old.get(turn.name, {}).get("counts", {}))
+            for turn in self._turns
+        }
         clock = past.state["train_state"]
         clock["step_in_epoch"] = distributed.on_first_rank(
             lambda: self._load_weights(past, old, new)
@@ -163,16 +169,13 @@ class Saver:
         if self._written == now and self._writer.has(self._view.step):
             return
         self._written = now
-        counts = lambda_counts(self._schedule.setup.scheduler)
         with no_collectives("the saving of a checkpoint"):
             weights = task.state_dict()
             state = {
-                "optimizer": self._optimizer.state_dict(),
-                "schedule": self._schedule.state_dict(),
+                **self._state_of_turns(),
                 **{name: part.state_dict() for name, part in self._parts.items()},
                 "trained": [name for name, p in task.named_parameters() if p.requires_grad],
                 "shared": shared,
-                "experiment": {**self._described(counts), "counts": counts},
             }
         self._writer.save(
             Snapshot(
@@ -217,16 +220,16 @@ class Saver:
         load_weights(self._session.task, path)
         print(f"new run from the weights in {path}", flush=True)
 
-    def _load_weights(self, past: Past, old: Description, new: Description) -> int:
+    def _load_weights(self, past: Past, old: Experiments, new: Experiments) -> int:
         """On rank 0: refuse what does not fit, load the weights, and say what has changed.
 
         Returns:
             The step in the epoch, counted in the new global batches.
         """
         config, (path, state, _) = self._config, past
-        changes = differences(old, new)
+        changes = differences_of_turns(old, new)
         refuse(path, changes, config)
-        step_in_epoch = moved(state["train_state"], old, new)
+        step_in_epoch = moved(state["train_state"], *_first(old, new))
         load_weights(self._session.task, path, strict="model" not in changes)
         for line in (line for lines in changes.values() for line in lines):
             print(f"accepted {line}", flush=True)
@@ -235,23 +238,22 @@ class Saver:
                 print(f"resume: there is no {name} any more, its state is dropped", flush=True)
         return step_in_epoch
 
-    def _take_back(self, state: dict[str, Any], old: Description, new: Description) -> None:
-        changed = changed_parts(old, new)
-        notes = [] if self._config.reproducible else notes_on_cut(old, new)
+    def _take_back(self, state: dict[str, Any], old: Experiments, new: Experiments) -> None:
+        notes = [] if self._config.reproducible else notes_on_cut(*_first(old, new))
         for name, part in self._parts.items():
             if name in state:
                 part.load_state_dict(state[name])
             else:
                 notes.append(f"the checkpoint has no state for {name}, which starts anew")
-        schedule, clock = self._schedule, state["train_state"]
-        if not {"optimizer", "schedule"} & set(changed):
-            schedule.load_state_dict(state["schedule"])
-        else:
-            schedule.advance_to(clock["step"], clock["epoch"])
-            if schedule.setup.monitor is not None:
-                notes.append(f"the schedule that follows {schedule.setup.monitor} starts anew")
-        notes += take_over(self._optimizer, state["optimizer"], old, new, changed)
-        if "model" not in changed:
+        for turn in self._turns:
+            if old.keys() == new.keys():
+                notes += take_back_turn(turn, state, old[turn.name], new[turn.name])
+            else:
+                turn.schedule.advance_to(
+                    state["train_state"]["step"], state["train_state"]["epoch"]
+                )
+                notes.append(f"{turn.name or 'the optimizer'} starts anew")
+        if "model" not in differences(*_first(old, new)):
             trained = set(state["trained"])
             for name, parameter in self._session.task.named_parameters():
                 parameter.requires_grad_(name in trained)
@@ -259,10 +261,23 @@ class Saver:
             for note in notes:
                 print(f"resume: {note}", flush=True)
 
-    def _described(self, counts: Mapping[str, list[int]]) -> dict[str, dict[str, Any]]:
+    def _state_of_turns(self) -> dict[str, Any]:
+        """Return the state of every optimizer, and what the experiment is for it."""
+        state: dict[str, Any] = {}
+        for turn in self._turns:
+            counts = lambda_counts(turn.schedule.setup.scheduler)
+            state |= {
+                turn.key("optimizer"): turn.optimizer.state_dict(),
+                turn.key("schedule"): turn.schedule.state_dict(),
+                turn.key("experiment"): {**self._described(turn, counts), "counts": counts},
+            }
+        return state
+
+    def _described(self, turn: Turn, counts: Mapping[str, list[int]]) -> dict[str, dict[str, Any]]:
         """Return the experiment, with what a schedule's functions return at ``counts``."""
-        factors = lambda_factors(self._schedule.setup.scheduler, counts)
-        return {**self._experiment, "schedule": {**self._experiment["schedule"], **factors}}
+        experiment = self._experiments[turn.name]
+        factors = lambda_factors(turn.schedule.setup.scheduler, counts)
+        return {**experiment, "schedule": {**experiment["schedule"], **factors}}
 
     def _now(self) -> Any:
         """Return what tells whether a checkpoint of this step would say anything new."""
@@ -285,12 +300,38 @@ class Saver:
         )
 
 
+def take_back_turn(
+    turn: Turn, state: dict[str, Any], old: Description, new: Description
+) -> list[str]:
+    """Have an optimizer and its schedule go on; return notes on what starts anew.
+
+    Args:
+        turn: The optimizer's.
+        state: What was saved.
+        old: The experiment that ``state`` is from, for this optimizer.
+        new: The experiment that goes on.
+    """
+    changed, clock, notes = changed_parts(old, new), state["train_state"], []
+    if not {"optimizer", "schedule"} & set(changed):
+        turn.schedule.load_state_dict(state[turn.key("schedule")])
+    else:
+        turn.schedule.advance_to(clock["step"], clock["epoch"])
+        if (monitor := turn.schedule.setup.monitor) is not None:
+            notes.append(f"the schedule that follows {monitor} starts anew")
+    return notes + take_over(turn.optimizer, state[turn.key("optimizer")], old, new, changed)
+
+
+def _first(old: Experiments, new: Experiments) -> tuple[Description, Description]:
+    """Return one description of each: what is no optimizer's own is the same in all of them."""
+    return next(iter(old.values())), next(iter(new.values()))
+
+
 def named(kind: str, parts: Sequence[Stateful]) -> dict[str, Stateful]:
     """Name parts by class, and by number where a class comes more than once."""
     seen: Counter[str] = Counter()
     found: dict[str, Stateful] = {}
     for part in parts:
-        name = type(part).__name__
+        name = getattr(part, "label", type(part).__name__)
         seen[name] += 1
         found[f"{kind}/{name}" + (f"-{seen[name]}" if seen[name] > 1 else "")] = part
     return found

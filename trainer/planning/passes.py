@@ -37,10 +37,11 @@ class Passes:
         """
         self._training, self._steps = training, steps
         self._device = training.session.device
-        self._step_module = training.step_module
+        [self._turn] = training.turns
+        self._step_module = self._turn.step_module
         clip_norm = training.config.gradient_clip_norm
-        may_miss = training.strategy.may_miss_gradients
-        self._gradients = Gradients(self._step_module, training.optimizer, clip_norm, may_miss)
+        may_miss = self._turn.strategy.may_miss_gradients
+        self._gradients = Gradients(self._step_module, self._turn.optimizer, clip_norm, may_miss)
         self._ready: dict[int, Any] = {}
         self.parameters = [p for p in self._step_module.parameters() if p.requires_grad]
         self.order: list[int] = []
@@ -81,20 +82,20 @@ class Passes:
 
     def ddp_step_s(self, micros: Sequence[MicroBatch]) -> float:
         """Return the seconds of a step of all ranks together, without loading."""
-        training = self._training
-        training.wrap()
+        turn = self._turn
+        self._training.wrap()
         seconds = []
         for _ in range(_WARM_UP + self._steps):
             start = self._now()
             for micro in micros:
-                with nullcontext() if micro.is_last else training.strategy.no_sync():
+                with nullcontext() if micro.is_last else turn.strategy.no_sync():
                     try:
-                        self._pass(training.module, *micro[:2], micro.global_size)
+                        self._pass(turn.module, *micro[:2], micro.global_size)
                     except ValueError as error:
                         _advise(error, micro.num_samples)
                         raise
-                training.strategy.after_backward(micro)
-            self._update(training.gradients)
+                turn.strategy.after_backward(micro)
+            self._update(turn.gradients)
             seconds.append(self._between(start, self._now()))
         return median(seconds[_WARM_UP:])
 
@@ -145,18 +146,18 @@ class Passes:
         with training.session.precision.autocast():
             loss = module(batch, size, global_size)
         middle = self._now()
-        training.scaler.scale(loss).backward()
+        self._turn.scaler.scale(loss).backward()
         return start, middle, self._now()
 
     def _update(self, gradients: Gradients) -> None:
         """Do what the loop does between the last backward and the next step."""
-        training = self._training
+        turn = self._turn
         gradients.check()
-        if gradients.correct(training.scaler):
+        if gradients.correct(turn.scaler):
             gradients.clip()
-            with training.schedule.scaled():
-                training.scaler.step(training.optimizer)
-            training.scaler.update()
+            with turn.schedule.scaled():
+                turn.scaler.step(turn.optimizer)
+            turn.scaler.update()
         gradients.clear()
 
     def _note(self, number: int) -> Callable[[torch.Tensor], None]:

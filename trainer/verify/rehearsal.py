@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,11 @@ class Rehearsal(Training):
             folder: Where it is written, and rank 0's weights.
             steps: After how many to stop.
         """
+        if session.task.optimizes_itself:
+            raise ValueError(
+                f"{type(session.task).__name__} optimizes itself, so there is no step of the "
+                "Trainer's to verify; compare fits of it on one and on several processes"
+            )
         super().__init__(session, state, (), (), folder, {}, test_best=False)
         self.record = record
         self._folder, self._steps = folder, steps
@@ -116,8 +122,9 @@ class Rehearsal(Training):
         self._data = self.batches
         self._micro: MicroBatch | None = None
         self.batches = _Noted(self.batches, self._note, self._counter.paused)
-        self.step_module.register_forward_pre_hook(self._before_forward)
-        self.step_module.register_forward_hook(self._after_forward)
+        # Every turn of a step sees the same samples, so the first one stands for all of them.
+        self.turns[0].step_module.register_forward_pre_hook(self._before_forward)
+        self.turns[0].step_module.register_forward_hook(self._after_forward)
         view = self.view
         record.facts = {
             "global_batch_size": view.global_batch_size,
@@ -126,6 +133,7 @@ class Rehearsal(Training):
             "is_stream": not isinstance(self._data, IndexedBatches),
             "is_sharded": isinstance(self._data, ShardedStreamBatches),
             "global_loss": self.task.global_loss,
+            "num_turns": len(self.turns),
         }
         if isinstance(self._data, IndexedBatches):
             source = self._data.source
@@ -155,7 +163,7 @@ class Rehearsal(Training):
             super().after_step()
         record, step = self.record, self.state.step
         if len(record.losses) < step:  # else only the end of the data told that the epoch is over
-            record.losses.append(self.view.measured_now("train/loss"))
+            record.losses.append(self._loss())
             record.hyperparameters.append(self._hyperparameters())
             record.collectives.append(self._counter.take())
             record.peak_bytes = peak_bytes(self.session.device)
@@ -168,8 +176,12 @@ class Rehearsal(Training):
             result = super().finish()
             self.record.final = digests(dict(self.task.named_parameters()))
             self._save_weights("final")
-        self.record.facts["gradient_bytes"] = gradient_bytes(self.step_module)
-        self.record.facts["collectives"] = expected_collectives(self.module, self.config)
+        found = [expected_collectives(turn.module, self.config) for turn in self.at_work]
+        known = list(chain.from_iterable(each for each in found if each is not None))
+        self.record.facts["gradient_bytes"] = sum(
+            gradient_bytes(turn.step_module) for turn in self.at_work
+        )
+        self.record.facts["collectives"] = None if None in found else known
         self.record.phase = "end"
         return result
 
@@ -197,6 +209,7 @@ class Rehearsal(Training):
         except Exception as error:  # a fit needs no copy, so this is no fault
             record.facts["not_copied"] = f"{type(error).__name__}: {error}"
             return
+        task.run = replace(task.run, turn=self.at_work[0].name)
 
         def seed() -> None:
             seed_generators(
@@ -268,12 +281,18 @@ class Rehearsal(Training):
 
     def _hyperparameters(self) -> list[dict[str, Any]]:
         """Return what each parameter group was stepped with."""
-        groups = zip(self.optimizer.param_groups, self.schedule.rates, strict=True)
         return [
             {key: value for key, value in group.items() if isinstance(value, int | float | tuple)}
             | {"lr": float(rate)}
-            for group, rate in groups
+            for turn in self.turns
+            for group, rate in zip(turn.optimizer.param_groups, turn.schedule.rates, strict=True)
         ]
+
+    def _loss(self) -> float | None:
+        """Return the loss of this step, of all turns together; None if it has no weight."""
+        found = [self.view.measured_now(f"train/{turn.key('loss')}") for turn in self.turns]
+        known = [loss for loss in found if loss is not None]
+        return sum(known) if known else None
 
     def _save_weights(self, name: str) -> None:
         if distributed.rank() == 0:

@@ -1,0 +1,208 @@
+"""Optimizers that take turns: what each of them has to itself in a step.
+
+A task with one optimizer has one turn, which has no name. With several, as for a generator and its
+critic, a step gives each of them one: forward, loss, backward and update, in which only its own
+parameters require gradients. So each has a wrapper of its own that reduces exactly those, and no
+search for parameters that got none is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from trainer import metrics
+from trainer.data.loading import MicroBatch
+from trainer.gradients import Gradients
+from trainer.logbook import Logbook
+from trainer.lr_scaling import LRScaling
+from trainer.optimization import Schedule, configure_optimizers
+from trainer.precision import LossScaler
+from trainer.session import Session
+from trainer.state import TrainState
+from trainer.step import StepModule
+from trainer.strategies import build_strategy
+from trainer.strategies.comm_clock import CommTimes
+from trainer.trees import to_device
+from trainer.watch import Phase, watch
+
+
+class Turn:
+    """One optimizer's part in every step.
+
+    Attributes:
+        name: What ``configure_optimizers`` calls it; None for a task's only optimizer.
+        place: What its random streams have in their keys beside those of the step.
+        optimizer: The user's.
+        schedule: Its learning rate.
+        strategy: Reduces its gradients.
+        scaler: Scales its loss.
+        step_module: Computes its loss.
+        module: What the loop calls: the wrapped ``step_module``, from `wrap`.
+        gradients: What happens to its gradients, from `wrap`.
+    """
+
+    module: nn.Module
+    gradients: Gradients
+
+    def __init__(
+        self,
+        name: str | None,
+        number: int,
+        schedule: Schedule,
+        session: Session,
+        state: TrainState,
+        logbook: Logbook,
+        train_metrics: metrics.MetricSet,
+    ) -> None:
+        """Build what the optimizer has to itself.
+
+        Args:
+            name: Its name, if there are several.
+            number: Which turn of a step this is, from 0.
+            schedule: The optimizer and its learning rate.
+            session: The task on its device.
+            state: The clock.
+            logbook: Gets the losses.
+            train_metrics: Are updated in every turn.
+
+        Raises:
+            ValueError: If the strategy does not allow the way global batches are cut.
+        """
+        config = session.config
+        self.name = name
+        self.place = (number,) if number else ()
+        self.optimizer, self.schedule = schedule.setup.optimizer, schedule
+        self.strategy = build_strategy(config)
+        session.check_strategy(self.strategy)
+        self.scaler = LossScaler(session.precision, self.strategy.averaged_over)
+        self.strategy.scaler = self.scaler
+        self.step_module = StepModule(
+            session.task,
+            logbook,
+            train_metrics,
+            state,
+            averaged_over=self.strategy.averaged_over,
+            seed=config.seed,
+            needs_every_parameter=not self.strategy.may_miss_gradients,
+            loss_name=self.key("loss"),
+        ).to(session.device)
+        self._task, self._device = session.task, session.device
+        self._clip_norm = config.gradient_clip_norm
+        self._others: list[nn.Parameter] = []  # trained, but not in this turn
+
+    def key(self, what: str) -> str:
+        """Return what to call something that every turn has."""
+        return what if self.name is None else f"{what}/{self.name}"
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all of its parameters are frozen, while other turns train theirs."""
+        return self.name is not None and not any(p.requires_grad for p in self._own())
+
+    def wrap(self) -> None:
+        """Wrap the step module for the parameters that are trained now."""
+        self.strategy.teardown()
+        if self.name is not None:
+            own = {id(p) for p in self._own()}
+            trained = (p for p in self._task.parameters() if p.requires_grad)
+            self._others = [p for p in trained if id(p) not in own]
+        self.module = self.step_module  # lets go of the old wrapper
+        with self.taken():
+            self.module = self.strategy.setup(self.step_module, self._device)
+            may_miss = self.strategy.may_miss_gradients
+            self.gradients = Gradients(self.step_module, self.optimizer, self._clip_norm, may_miss)
+
+    def taken(self) -> AbstractContextManager[None]:
+        """Return the context in which it is this optimizer's turn."""
+        return nullcontext() if self.name is None else self._alone()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        watch.enter(Phase.FORWARD)
+        task, run = self._task, self._task.run
+        task.run = replace(run, turn=self.name)
+        for parameter in self._others:
+            parameter.requires_grad = False
+        try:
+            yield
+        finally:
+            for parameter in self._others:
+                parameter.requires_grad = True
+            task.run = run
+
+    def _own(self) -> Iterator[nn.Parameter]:
+        return (p for group in self.optimizer.param_groups for p in group["params"])
+
+
+def build_turns(
+    session: Session, state: TrainState, logbook: Logbook, train_metrics: metrics.MetricSet
+) -> tuple[Turn, ...]:
+    """Ask the task for its optimizers, and build a turn for each, in their order.
+
+    Args:
+        session: The task on its device; it has opened the training data.
+        state: The clock.
+        logbook: Gets the losses.
+        train_metrics: Are updated in every turn.
+
+    Raises:
+        ValueError: For a mistake in what ``configure_optimizers`` returns, or a strategy that does
+            not allow the way global batches are cut.
+    """
+    scaling = LRScaling.of(session.config, session.plan.global_batch_size)
+    if session.task.optimizes_itself:
+        session.check_undivided()
+    schedules = configure_optimizers(session.task, scaling)
+    return tuple(
+        Turn(name, number, schedule, session, state, logbook, train_metrics)
+        for number, (name, schedule) in enumerate(schedules.items())
+    )
+
+
+def learning_rates(turns: Iterable[Turn]) -> dict[str, float]:
+    """Return the rates that were used last: ``train/lr``, ``train/lr/<turn>/<group>``, ..."""
+    return {
+        name: rate
+        for turn in turns
+        for name, rate in turn.schedule.named_rates(turn.key("train/lr")).items()
+    }
+
+
+def comm_times(turns: Iterable[Turn]) -> CommTimes | None:
+    """Return what communication takes in a step, of all turns; None where one does not know."""
+    found = [turn.strategy.take_comm_times() for turn in turns]
+    known = [times for times in found if times is not None]
+    if not known or len(known) < len(found):
+        return None
+    totals, hidden, steps_ago = zip(*known, strict=True)
+    return CommTimes(sum(totals), sum(hidden), steps_ago[0])
+
+
+def by_step(
+    micros: Iterator[MicroBatch], num_turns: int, device: torch.device
+) -> Iterator[tuple[int, Iterable[MicroBatch]]]:
+    """Yield one global batch after the other: its samples, and this rank's micro-batches of it.
+
+    Args:
+        micros: All of an epoch.
+        num_turns: How often those of a global batch are gone through. Only if that is more than
+            once are they all held at the same time.
+        device: Where they are then held.
+    """
+    for first in micros:
+        group: Iterable[MicroBatch] = _until_last(first, micros)
+        if num_turns > 1:
+            group = [micro._replace(batch=to_device(micro.batch, device)) for micro in group]
+        yield first.global_size, group
+
+
+def _until_last(micro: MicroBatch, rest: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    yield micro
+    while not micro.is_last:
+        micro = next(rest)
+        yield micro
