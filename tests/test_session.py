@@ -9,7 +9,7 @@ from trainer import DataModule, Trainer, distributed
 from trainer.config import TrainerConfig
 from trainer.data.module import as_data_module
 from trainer.session import Session
-from trainer.strategies import DDPStrategy, Strategy
+from trainer.strategies import Strategy
 
 
 def session(task=None, data=None, *, train=None, **options):
@@ -24,12 +24,12 @@ def test_the_global_batch_size_comes_from_the_option_the_loader_or_the_default()
         ({"train": samples(9), "global_batch_size": 4}, 4),
         ({"train": loader}, 5),
     ]:
-        found = session(**options).train_batches(DDPStrategy())
+        found = session(**options).train_batches()
         assert found[1].global_batch_size == expected
     with pytest.raises(
         ValueError, match="global_batch_size=4 is given, and the training data is a "
     ):
-        session(train=loader, global_batch_size=4).train_batches(DDPStrategy())
+        session(train=loader, global_batch_size=4).train_batches()
 
 
 class TwoSets(DataModule):
@@ -67,7 +67,7 @@ def test_a_global_batch_smaller_than_the_world_is_refused(monkeypatch):
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
     monkeypatch.setattr(distributed, "all_gather_object", lambda value: [value, value])
     with pytest.raises(ValueError, match="global_batch_size=1 is smaller than the world size of 2"):
-        found.train_batches(DDPStrategy())
+        found.train_batches()
 
 
 class Ordered(DataModule):
@@ -118,7 +118,9 @@ def test_a_strategy_learns_whether_every_global_batch_is_full(data, options, exp
     if not isinstance(data, DataLoader):
         options = {"global_batch_size": 4, **options}
     given = {"data": data} if isinstance(data, DataModule) else {"train": data}
-    session(**given, **options).train_batches(strategy)
+    found = session(**given, **options)
+    found.train_batches()
+    found.check_strategy(strategy)
     assert strategy.found == (4, "cpu", expected)
 
 
