@@ -84,8 +84,9 @@ class TrainerConfig:
     launcher: str = option(
         "auto",
         "Who starts the ranks. `auto` uses torchrun's or SLURM's where it finds itself under one, "
-        "else starts them itself; a launcher's world size beats `devices`.",
-        choices=("auto", "self", "torchrun", "slurm"),
+        "else starts them itself, in a pod of a PyTorchJob together with the other pods; a "
+        "launcher's world size beats `devices`.",
+        choices=("auto", "self", "torchrun", "slurm", "kubernetes"),
     )
     strategy: Any = option(  # noqa: RUF009
         "ddp", "`ddp`, or a node with the `_target_` of a strategy of your own.", choices=("ddp",)
@@ -164,6 +165,19 @@ class TrainerConfig:
     )
     gradient_clip_norm: float | None = option(
         None, "Clip the gradients' global L2 norm to this, right before the step.", above=0
+    )
+    weight_average: str | None = option(
+        None,
+        "What comes out of a fit is an average of the weights over the training: `ema`, a moving "
+        "one over the steps, or `swa`, the mean over the ends of epochs. It is what is validated, "
+        "saved and tested.",
+        choices=("ema", "swa"),
+    )
+    weight_average_decay: float = option(
+        0.999, "What `ema` keeps of the average at each step, at most.", above=0, at_most=1
+    )
+    weight_average_start_epoch: int = option(
+        0, "The first epoch, from 0, whose weights are averaged.", at_least=0
     )
     lr_scaling: str = option(
         "none",

@@ -73,9 +73,9 @@ class Gradients:
         missing = [] if self._may_miss else [p for p in self._trained if p.grad is None]
         if missing:
             raise ValueError(
-                f"no gradient for {self._names(missing)}: the loss does not depend on them in this step. "
-                "Use them in forward or loss, set requires_grad=False for good, or allow it with "
-                "find_unused_parameters=true"
+                f"no gradient for {self._names(missing)}: the loss does not depend on them in this "
+                "step. Use them in forward or loss, set requires_grad=False for good, or allow it "
+                "with find_unused_parameters=true"
             )
 
     def correct(self, scaler: torch.amp.GradScaler) -> bool:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -62,12 +63,12 @@ class LRScaling:
             )
         return cls(config.lr_scaling, global_batch_size, reference, config.lr_warmup_steps)
 
-    @property
+    @cached_property
     def k(self) -> float:
         """How many times the reference the global batch is."""
         return self.global_batch_size / self.reference_batch_size
 
-    @property
+    @cached_property
     def full_factor(self) -> float:
         """What the learning rate is multiplied by after the warm-up."""
         return math.sqrt(self.k) if self.rule == "sqrt" else self.k

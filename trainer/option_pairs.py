@@ -50,6 +50,14 @@ def check_pairs(config: TrainerConfig) -> None:
                 f"{name}={given} with comm_hook={show(config.comm_hook)} has no effect; set "
                 "comm_hook=powersgd (or powersgd+bf16), or leave it out"
             )
+    needed = {"weight_average_decay": ("ema",), "weight_average_start_epoch": ("ema", "swa")}
+    for name, kinds in needed.items():
+        given, default = getattr(config, name), option_fields(config)[name].default
+        if given != default and config.weight_average not in kinds:
+            raise ValueError(
+                f"{name}={given} with weight_average={show(config.weight_average)} has no effect; "
+                f"set weight_average={' or '.join(kinds)}, or leave it out"
+            )
     if config.accept_changes and config.resume is None:
         raise ValueError(
             f"accept_changes={show(config.accept_changes)} without resume has no effect: it says "

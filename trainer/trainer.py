@@ -19,12 +19,11 @@ import torch
 
 from trainer import distributed, metrics, startup, stopping
 from trainer.callbacks import Callback
-from trainer.checkpoint.past import read_past
+from trainer.checkpoint.past import shared_past
 from trainer.checkpoint.saving import Saver, named
 from trainer.data.loading import MicroBatch
 from trainer.data.streams import empty_stream
 from trainer.due import due, limit_reached
-from trainer.gradients import trained_names
 from trainer.logbook import Logbook
 from trainer.loggers import Logger
 from trainer.notes import note_untrained
@@ -34,10 +33,10 @@ from trainer.run import FitResult
 from trainer.seeding import Stream, seed_generators, stream_key
 from trainer.session import Session
 from trainer.state import TrainState
-from trainer.strategies.ddp import check_same_tensors
 from trainer.trees import to_device
-from trainer.turns import Turn, build_turns, by_step, comm_times, learning_rates
+from trainer.turns import Turn, Turns, by_step
 from trainer.watch import Phase, watch
+from trainer.weight_average import WeightAverage
 
 
 class Training:
@@ -78,7 +77,7 @@ class Training:
         self.train_metrics = session.train_metrics()
         self.logbook = Logbook()
         self.pace = Pace(session.device)
-        past = distributed.on_first_rank(lambda: read_past(config, self.run_dir))
+        past = shared_past(config, self.run_dir)
         steps_per_epoch = self.batches.steps_per_epoch
         self.view = session.run_view(self.run_dir, steps_per_epoch, self.plan, state, loggers, past)
         task.run = replace(
@@ -89,13 +88,13 @@ class Training:
             _logbook=self.logbook,
         )
         self.observers = Observers(self.view, callbacks, loggers, config.checkpoint.on_error)
-        self.turns = build_turns(session, state, self.logbook, self.train_metrics)
-        for turn in self.turns:
-            turn.schedule.check_monitor(bool(self.val_sets) and config.validates)
+        validates = bool(self.val_sets) and config.validates
+        self.turns = Turns(session, state, self.logbook, self.train_metrics, validates)
         parts = {"train_state": state, **named("callbacks", callbacks), **named("loggers", loggers)}
-        self.saver = Saver(session, self.view, self.turns, parts, run_config, past)
-        self.trained: tuple[str, ...] | None = None
-        self.at_work: Sequence[Turn] = ()  # those that have something to train, from `wrap`
+        self.average = WeightAverage(task, config)
+        self.saver = Saver(
+            session, self.view, self.turns.all, self.average, parts, run_config, past
+        )
         self.stop_reason: str | None = None
         self.signal: signal.Signals | None = None  # that asked to stop
         self.started = time.monotonic()
@@ -109,14 +108,12 @@ class Training:
         self.logbook.restore(shared.get("logbook", {}))
         metrics.restore(self.train_metrics, shared.get("metrics", {}))
         self.batches.load_state_dict(shared.get("batches", {}))
-        for turn in self.turns:
-            turn.strategy.load_state_dict(shared.get(turn.key("strategy"), {}))
+        self.turns.load_strategy_states(shared)
         watch.step = self.state.step
         self.agreement = stopping.Agreement(self.state.step)
         self.started = time.monotonic() - self.state.time_s
         with ExitStack() as stack:
-            for turn in self.turns:
-                stack.callback(turn.strategy.teardown)
+            stack.callback(self.turns.teardown)
             stack.callback(self.batches.close)
             for evaluated in (*self.val_sets.values(), *self.test_sets.values()):
                 stack.callback(evaluated.batches.close)
@@ -144,6 +141,7 @@ class Training:
                         clip, optimizer.step
                         TaskModule.after_optimizer_step
                         scheduler.step             (interval "step"; "epoch" at an epoch's end)
+                    weights are averaged           (weight_average)
                     if due: log                    Callback.on_log, loggers
                     if due: validate               scheduler.step (with a monitor),
                                                    TaskModule.on_validation_end,
@@ -173,13 +171,14 @@ class Training:
             first_step = state.step
             epoch = self.batches.epoch(state.epoch, state.step_in_epoch)
             micro_batches = watch.loading(epoch, then=Phase.FORWARD)
-            for global_size, micros in by_step(micro_batches, len(self.at_work), device):
-                for turn in self.at_work:  # mostly there is one
+            for global_size, micros in by_step(micro_batches, len(self.turns.at_work), device):
+                for turn in self.turns.at_work:  # mostly there is one
                     with turn.taken():
                         self.update(turn, micros)
                 if task.optimizes_itself:
                     self.let_optimize(micros)
 
+                self.average.after_step(state.epoch)
                 state.step += 1
                 state.step_in_epoch += 1
                 state.samples += global_size
@@ -234,7 +233,7 @@ class Training:
             batch = self.begin(micro)
             with self.session.precision.autocast():
                 self.task.optimize(batch, micro.num_samples, micro.global_size)
-        for turn in self.turns:
+        for turn in self.turns.all:
             turn.schedule.after_step()
 
     def begin(self, micro: MicroBatch, *place: int) -> Any:
@@ -254,33 +253,21 @@ class Training:
         seed_generators(key, self.session.device)
 
     def wrap(self) -> None:
-        """Wrap for each turn, anew if other parameters are trained than before, on any rank."""
-        trained = trained_names(self.task)
-        has_changed = torch.tensor(int(trained != self.trained))
-        if int(distributed.all_reduce_sum(has_changed)):
-            self.trained = trained
-            if self.task.optimizes_itself:
-                check_same_tensors(self.task)
-                self.session.share_weights()
-            else:
-                self.at_work = [turn for turn in self.turns if not turn.is_idle]
-            for turn in self.at_work:
-                turn.wrap()
-            startup.note("wrap")
+        """Wrap the task in DDP, anew if other parameters are trained than in the last epoch."""
+        self.turns.wrap()
+        startup.note("wrap")
 
     def end_epoch(self) -> None:
         """Go on to the next epoch."""
+        self.average.after_epoch(self.state.epoch)
         self.state.epoch += 1
         self.state.step_in_epoch = 0
-        for turn in self.turns:
-            turn.schedule.after_epoch()
+        self.turns.after_epoch()
 
     def after_step(self) -> None:
         """Log, validate and save where this step calls for it, and obey what is asked for."""
         state = self.state
-        for turn in self.at_work:
-            if turn.strategy.wants_setup:
-                turn.wrap()
+        self.turns.wrap_if_wanted()
         self.stop_reason = limit_reached(self.config, state)
         log, validate, save = due(self.config, state)
         if log:
@@ -301,12 +288,12 @@ class Training:
         watch.enter(Phase.LOGGING)
         is_first = self.state.logged_step == 0
         self.state.logged_step = self.state.step
-        pace = self.pace.table(lambda: comm_times(self.at_work))
+        pace = self.pace.table(self.turns.take_comm_times)
         logged = self.logbook.reduce(beside=pace)
         means = metrics.merged(logged, metrics.compute(self.train_metrics))
         values = {f"train/{name}": v for name, v in means.items()} | self.pace.measured(pace)
-        self.view.learning_rates = learning_rates(self.turns)
-        if is_first and not any(turn.key("loss") in means for turn in self.turns):
+        self.view.learning_rates = self.turns.learning_rates()
+        if is_first and means.keys().isdisjoint(self.logbook.losses):
             note_untrained(self.state.step)
         self.view.record(values)
         self.observers.tell("on_log", values)
@@ -316,11 +303,10 @@ class Training:
         """Evaluate the validation sets, unless a signal cuts it short."""
         if not self.val_sets or self.state.validated_step == self.state.step:
             return
-        with self.cut_short():
+        with self.cut_short(), self.average.applied():
             values = self.session.evaluate("val", self.val_sets)
             self.state.validated_step = self.state.step
-            for turn in self.turns:
-                turn.schedule.after_validation(values)
+            self.turns.after_validation(values)
             self.seed_hook(Stream.VALIDATION_END)
             self.task.on_validation_end(values)
             self.view.record(values)
@@ -336,7 +322,7 @@ class Training:
             "logbook": self.logbook.state(),
             "metrics": metrics.state(self.train_metrics) if self.state.step_in_epoch else {},
             "batches": self.batches.state_dict(),
-            **{turn.key("strategy"): turn.strategy.state_dict() for turn in self.turns},
+            **self.turns.strategy_states(),
         }
         self.saver.save(shared)
 
@@ -386,6 +372,7 @@ class Training:
         if self.signal is None:
             self.saver.check_monitor()
         self.saver.close()
+        self.average.keep()
         watch.enter(Phase.FINISHING)
         self.announce_saved()
         if self.test_sets and self.signal is None:

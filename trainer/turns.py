@@ -8,16 +8,17 @@ search for parameters that got none is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
-from trainer import metrics
+from trainer import distributed, metrics
 from trainer.data.loading import MicroBatch
-from trainer.gradients import Gradients
+from trainer.gradients import Gradients, trained_names
 from trainer.logbook import Logbook
 from trainer.lr_scaling import LRScaling
 from trainer.optimization import Schedule, configure_optimizers
@@ -27,6 +28,7 @@ from trainer.state import TrainState
 from trainer.step import StepModule
 from trainer.strategies import build_strategy
 from trainer.strategies.comm_clock import CommTimes
+from trainer.strategies.ddp import check_same_tensors
 from trainer.trees import to_device
 from trainer.watch import Phase, watch
 
@@ -139,48 +141,113 @@ class Turn:
         return (p for group in self.optimizer.param_groups for p in group["params"])
 
 
-def build_turns(
-    session: Session, state: TrainState, logbook: Logbook, train_metrics: metrics.MetricSet
-) -> tuple[Turn, ...]:
-    """Ask the task for its optimizers, and build a turn for each, in their order.
+class Turns:
+    """The turns of a step, in their order.
 
-    Args:
-        session: The task on its device; it has opened the training data.
-        state: The clock.
-        logbook: Gets the losses.
-        train_metrics: Are updated in every turn.
-
-    Raises:
-        ValueError: For a mistake in what ``configure_optimizers`` returns, or a strategy that does
-            not allow the way global batches are cut.
+    Attributes:
+        all: One for each optimizer.
+        at_work: Those that have something to train, from `wrap`; none where the task optimizes
+            itself.
     """
-    scaling = LRScaling.of(session.config, session.plan.global_batch_size)
-    if session.task.optimizes_itself:
-        session.check_undivided()
-    schedules = configure_optimizers(session.task, scaling)
-    return tuple(
-        Turn(name, number, schedule, session, state, logbook, train_metrics)
-        for number, (name, schedule) in enumerate(schedules.items())
-    )
 
+    def __init__(
+        self,
+        session: Session,
+        state: TrainState,
+        logbook: Logbook,
+        train_metrics: metrics.MetricSet,
+        validates: bool,
+    ) -> None:
+        """Ask the task for its optimizers, and build a turn for each.
 
-def learning_rates(turns: Iterable[Turn]) -> dict[str, float]:
-    """Return the rates that were used last: ``train/lr``, ``train/lr/<turn>/<group>``, ..."""
-    return {
-        name: rate
-        for turn in turns
-        for name, rate in turn.schedule.named_rates(turn.key("train/lr")).items()
-    }
+        Args:
+            session: The task on its device; it has opened the training data.
+            state: The clock.
+            logbook: Gets the losses.
+            train_metrics: Are updated in every turn.
+            validates: Whether there will be metrics of a validation.
 
+        Raises:
+            ValueError: For a mistake in what ``configure_optimizers`` returns, or a strategy that
+                does not allow the way global batches are cut.
+        """
+        if session.task.optimizes_itself:
+            session.check_undivided()
+        scaling = LRScaling.of(session.config, session.plan.global_batch_size)
+        schedules = configure_optimizers(session.task, scaling)
+        self.all = tuple(
+            Turn(name, number, schedule, session, state, logbook, train_metrics)
+            for number, (name, schedule) in enumerate(schedules.items())
+        )
+        self.at_work: Sequence[Turn] = ()
+        logbook.losses = tuple(turn.key("loss") for turn in self.all)
+        for turn in self.all:
+            turn.schedule.check_monitor(validates)
+        self._session = session
+        self._trained: tuple[str, ...] | None = None
 
-def comm_times(turns: Iterable[Turn]) -> CommTimes | None:
-    """Return what communication takes in a step, of all turns; None where one does not know."""
-    found = [turn.strategy.take_comm_times() for turn in turns]
-    known = [times for times in found if times is not None]
-    if not known or len(known) < len(found):
-        return None
-    totals, hidden, steps_ago = zip(*known, strict=True)
-    return CommTimes(sum(totals), sum(hidden), steps_ago[0])
+    def wrap(self) -> None:
+        """Wrap for each turn, anew if other parameters are trained than before, on any rank."""
+        task = self._session.task
+        trained = trained_names(task)
+        has_changed = torch.tensor(int(trained != self._trained))
+        if not int(distributed.all_reduce_sum(has_changed)):
+            return
+        self._trained = trained
+        if task.optimizes_itself:
+            check_same_tensors(task)
+            self._session.share_weights()
+            return
+        self.at_work = [turn for turn in self.all if not turn.is_idle]
+        for turn in self.at_work:
+            turn.wrap()
+
+    def wrap_if_wanted(self) -> None:
+        """Wrap anew where a strategy asks for it."""
+        for turn in self.at_work:
+            if turn.strategy.wants_setup:
+                turn.wrap()
+
+    def teardown(self) -> None:
+        """Let go of all wrappers."""
+        for turn in self.all:
+            turn.strategy.teardown()
+
+    def after_epoch(self) -> None:
+        """Advance schedules by epochs."""
+        for turn in self.all:
+            turn.schedule.after_epoch()
+
+    def after_validation(self, values: Mapping[str, float]) -> None:
+        """Advance schedules that follow a metric."""
+        for turn in self.all:
+            turn.schedule.after_validation(values)
+
+    def learning_rates(self) -> dict[str, float]:
+        """Return the rates that were used last: ``train/lr``, ``train/lr/<turn>/<group>``, ..."""
+        return {
+            name: rate
+            for turn in self.all
+            for name, rate in turn.schedule.named_rates(turn.key("train/lr")).items()
+        }
+
+    def take_comm_times(self) -> CommTimes | None:
+        """Return what communication takes in a step, of all turns; None where one does not know."""
+        found = [turn.strategy.take_comm_times() for turn in self.at_work]
+        known = [times for times in found if times is not None]
+        if not known or len(known) < len(found):
+            return None
+        totals, hidden, steps_ago = zip(*known, strict=True)
+        return CommTimes(sum(totals), sum(hidden), steps_ago[0])
+
+    def strategy_states(self) -> dict[str, Any]:
+        """Return what the strategies need to go on; a collective."""
+        return {turn.key("strategy"): turn.strategy.state_dict() for turn in self.all}
+
+    def load_strategy_states(self, states: Mapping[str, Any]) -> None:
+        """Take back what ``strategy_states`` returned, from whatever it is part of."""
+        for turn in self.all:
+            turn.strategy.load_state_dict(states.get(turn.key("strategy"), {}))
 
 
 def by_step(

@@ -26,6 +26,7 @@ from trainer.checkpoint.changes import (
     refuse,
 )
 from trainer.checkpoint.finding import find, run_place, store_of
+from trainer.checkpoint.machines import Witness
 from trainer.checkpoint.optimizer_state import take_over
 from trainer.checkpoint.past import Past
 from trainer.checkpoint.snapshot import Snapshot
@@ -40,6 +41,7 @@ from trainer.rank import in_child
 from trainer.run import Run
 from trainer.session import Session
 from trainer.turns import Turn
+from trainer.weight_average import WeightAverage
 
 
 class Stateful(Protocol):
@@ -60,6 +62,7 @@ class Saver:
         session: Session,
         view: Run,
         turns: Sequence[Turn],
+        average: WeightAverage,
         parts: Mapping[str, Stateful],
         run_config: Mapping[str, Any],
         past: Past | None,
@@ -70,6 +73,7 @@ class Saver:
             session: Has the task, whose weights are kept beside the parts.
             view: Gives step and metrics; learns which checkpoints there are.
             turns: Have the optimizers, as the task has configured them.
+            average: Of the weights.
             parts: Everything else with state, by name, ``train_state`` among it. Ranks other than
                 0 may have fewer.
             run_config: The config that goes into every checkpoint.
@@ -79,6 +83,7 @@ class Saver:
         self._config = session.config
         self._view = view
         self._turns = turns
+        self._average = average
         scalers = {turn.key("scaler"): turn.scaler for turn in turns}
         self._parts: dict[str, Stateful] = {"run": view, **scalers, **parts}
         self._run_config = run_config
@@ -90,6 +95,7 @@ class Saver:
             for turn in turns
         }
         self._writer: CheckpointWriter | None = None
+        self._witness: Witness | None = None
         self._written: Any = None  # what the last checkpoint knows, see _now
 
     def start(self) -> Mapping[str, Any]:
@@ -129,6 +135,8 @@ class Saver:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Write to the run's folder, alone; checkpoints beyond the current step are set aside."""
+        if not self._config.fast_dev_run:
+            self._witness = Witness(self._config, self._view.run_dir, self._view.step)
         if distributed.rank() > 0 or self._config.fast_dev_run:
             yield
             return
@@ -163,30 +171,33 @@ class Saver:
         distributed.share_buffers(task)
         suspect = overflow_in(self._config.comm_hook, self._config.precision == "fp16")
         check_finite(task, self._view.step, suspect)
+        if self._witness is not None:
+            self._witness.saves(self._view.step)
         if self._writer is None:
             return
         now = self._now()
         if self._written == now and self._writer.has(self._view.step):
             return
         self._written = now
-        with no_collectives("the saving of a checkpoint"):
+        with no_collectives("the saving of a checkpoint"), self._average.applied():
             weights = task.state_dict()
             state = {
                 **self._state_of_turns(),
                 **{name: part.state_dict() for name, part in self._parts.items()},
                 "trained": [name for name, p in task.named_parameters() if p.requires_grad],
                 "shared": shared,
+                "weight_average": self._average.state_dict(),
             }
-        self._writer.save(
-            Snapshot(
-                step=self._view.step,
-                weights=weights,
-                state=state,
-                config=self._run_config,
-                world_size=distributed.world_size(),
-                metric=self._view.measured_now(self._config.checkpoint.monitor or "val/loss"),
+            self._writer.save(
+                Snapshot(
+                    step=self._view.step,
+                    weights=weights,
+                    state=state,
+                    config=self._run_config,
+                    world_size=distributed.world_size(),
+                    metric=self._view.measured_now(self._config.checkpoint.monitor or "val/loss"),
+                )
             )
-        )
         self._refuse_slip()  # now that the work is saved
 
     @property
@@ -245,6 +256,7 @@ class Saver:
                 part.load_state_dict(state[name])
             else:
                 notes.append(f"the checkpoint has no state for {name}, which starts anew")
+        self._average.load_state_dict(state.get("weight_average", {}))
         for turn in self._turns:
             if old.keys() == new.keys():
                 notes += take_back_turn(turn, state, old[turn.name], new[turn.name])

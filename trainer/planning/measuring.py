@@ -123,7 +123,7 @@ def measure(task: TaskModule, data: DataModule, config: TrainerConfig, steps: in
         training = Training(
             Session(quiet, task, data), TrainState(), (), (), folder, {}, test_best=False
         )
-        if len(training.turns) > 1 or task.optimizes_itself:
+        if len(training.turns.all) > 1 or task.optimizes_itself:
             raise ValueError(
                 f"{type(task).__name__} has several optimizers, or optimizes itself, and plan "
                 "simulates steps of one; plan a task with one of its optimizers"
@@ -145,7 +145,7 @@ def _measure(training: Training, steps: int, run_dir: Path, weights: Mapping[str
     task.load_state_dict(weights)  # each rank has trained on its own
     step_s = passes.ddp_step_s(micros) if distributed.world_size() > 1 else None
     stall_s, write_s = _saving(training)
-    optimizer = training.turns[0].optimizer
+    optimizer = training.turns.all[0].optimizer
     moments = [v for state in optimizer.state.values() for v in state.values()]
     return Measured(
         task=type(task).__name__,

@@ -37,7 +37,7 @@ class Passes:
         """
         self._training, self._steps = training, steps
         self._device = training.session.device
-        [self._turn] = training.turns
+        [self._turn] = training.turns.all
         self._step_module = self._turn.step_module
         clip_norm = training.config.gradient_clip_norm
         may_miss = self._turn.strategy.may_miss_gradients

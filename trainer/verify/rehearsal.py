@@ -123,8 +123,8 @@ class Rehearsal(Training):
         self._micro: MicroBatch | None = None
         self.batches = _Noted(self.batches, self._note, self._counter.paused)
         # Every turn of a step sees the same samples, so the first one stands for all of them.
-        self.turns[0].step_module.register_forward_pre_hook(self._before_forward)
-        self.turns[0].step_module.register_forward_hook(self._after_forward)
+        self.turns.all[0].step_module.register_forward_pre_hook(self._before_forward)
+        self.turns.all[0].step_module.register_forward_hook(self._after_forward)
         view = self.view
         record.facts = {
             "global_batch_size": view.global_batch_size,
@@ -133,7 +133,7 @@ class Rehearsal(Training):
             "is_stream": not isinstance(self._data, IndexedBatches),
             "is_sharded": isinstance(self._data, ShardedStreamBatches),
             "global_loss": self.task.global_loss,
-            "num_turns": len(self.turns),
+            "num_turns": len(self.turns.all),
         }
         if isinstance(self._data, IndexedBatches):
             source = self._data.source
@@ -176,10 +176,10 @@ class Rehearsal(Training):
             result = super().finish()
             self.record.final = digests(dict(self.task.named_parameters()))
             self._save_weights("final")
-        found = [expected_collectives(turn.module, self.config) for turn in self.at_work]
+        found = [expected_collectives(turn.module, self.config) for turn in self.turns.at_work]
         known = list(chain.from_iterable(each for each in found if each is not None))
         self.record.facts["gradient_bytes"] = sum(
-            gradient_bytes(turn.step_module) for turn in self.at_work
+            gradient_bytes(turn.step_module) for turn in self.turns.at_work
         )
         self.record.facts["collectives"] = None if None in found else known
         self.record.phase = "end"
@@ -209,7 +209,7 @@ class Rehearsal(Training):
         except Exception as error:  # a fit needs no copy, so this is no fault
             record.facts["not_copied"] = f"{type(error).__name__}: {error}"
             return
-        task.run = replace(task.run, turn=self.at_work[0].name)
+        task.run = replace(task.run, turn=self.turns.at_work[0].name)
 
         def seed() -> None:
             seed_generators(
@@ -284,13 +284,13 @@ class Rehearsal(Training):
         return [
             {key: value for key, value in group.items() if isinstance(value, int | float | tuple)}
             | {"lr": float(rate)}
-            for turn in self.turns
+            for turn in self.turns.all
             for group, rate in zip(turn.optimizer.param_groups, turn.schedule.rates, strict=True)
         ]
 
     def _loss(self) -> float | None:
         """Return the loss of this step, of all turns together; None if it has no weight."""
-        found = [self.view.measured_now(f"train/{turn.key('loss')}") for turn in self.turns]
+        found = [self.view.measured_now(f"train/{turn.key('loss')}") for turn in self.turns.all]
         known = [loss for loss in found if loss is not None]
         return sum(known) if known else None
 
