@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, get_args
 
+from trainer import distributed
 from trainer.callbacks import Callback
 from trainer.evaluation import evaluating
 from trainer.guard import no_collectives
 from trainer.loggers import Logger
-from trainer.messages import reason
+from trainer.messages import reason, warn
+from trainer.reporting.run_file import RunFile
 from trainer.run import Run
+from trainer.stopping import STOP_SIGNALS
 from trainer.watch import Phase, watch
 
 Event = Literal["on_fit_start", "on_log", "on_validation_end", "on_save", "on_fit_end"]
@@ -44,7 +46,8 @@ class Observers:
             default = getattr(Callback, event)
             own = [method for method in methods if getattr(method, "__func__", None) is not default]
             self._by_event[event] = own
-        self._loggers = loggers
+        told = distributed.rank() == 0 and not view.config.fast_dev_run
+        self._loggers = [*loggers, RunFile()] if told else loggers
         self._on_error = on_error
         self._warned: set[Logger] = set()  # of these
 
@@ -52,13 +55,23 @@ class Observers:
     def open(self) -> Iterator[None]:
         """Open the loggers, and close everything whatever happens."""
         with ExitStack() as stack:
-            for logger in self._loggers:
-                stack.callback(self._close, logger)
-                with no_collectives("a logger"):
-                    logger.open(self._view)
-            for callback in self._callbacks:
-                stack.callback(no_collectives("a callback")(callback.close))
-            yield
+            stack.callback(watch.tells, False)
+            closing = stack.enter_context(ExitStack())
+            opened: list[Logger] = []
+            stack.callback(self._end, opened)  # all of them, before the first one is waited for
+            try:
+                for logger in self._loggers:
+                    closing.callback(self._close, logger)
+                    opened.append(logger)
+                    with no_collectives("a logger"):
+                        logger.open(self._view)
+                for callback in self._callbacks:
+                    stack.callback(no_collectives("a callback")(callback.close))
+                yield
+            except BaseException:
+                self._view.status = "failed"
+                raise
+            self._view.status = self._status()
 
     def tell(self, event: Event, *args: Any) -> None:
         """Call the method ``event`` of each callback that has one of its own.
@@ -84,8 +97,18 @@ class Observers:
             with self._using(logger):
                 logger.log(self._view, values)
 
+    def _status(self) -> str:
+        reason = self._view.stop_reason
+        signals = [number.name for number in STOP_SIGNALS]
+        return f"stopped by {reason}" if reason in signals else "finished"
+
+    def _end(self, loggers: Sequence[Logger]) -> None:
+        for logger in loggers:
+            with self._using(logger):
+                logger.end(self._view)
+
     def _close(self, logger: Logger) -> None:
-        with self._using(logger):
+        with watch.excused(Phase.FINISHING), self._using(logger):
             logger.close()
 
     @contextmanager
@@ -94,9 +117,9 @@ class Observers:
             with no_collectives("a logger"):
                 yield
         except OSError as error:  # a full disk, a mount that is gone
-            text = f"{type(logger).__name__} failed: {reason(error)}"
+            text = f"{logger.label} failed: {reason(error)}"
             if self._on_error == "stop":
                 raise OSError(f"{text}; checkpoint.on_error=warn trains on") from error
             if logger not in self._warned:
                 self._warned.add(logger)
-                print(f"WARNING: {text}; training goes on", file=sys.stderr, flush=True)
+                warn(f"{text}; training goes on")

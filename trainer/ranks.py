@@ -30,7 +30,15 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from trainer import children, starting, startup, stopping
 from trainer.attempt import Attempt
-from trainer.failures import Failure, RankError, death_of, is_hopeless, shown, unanswered
+from trainer.failures import (
+    Failure,
+    RankError,
+    death_of,
+    ended_elsewhere,
+    is_hopeless,
+    shown,
+    unanswered,
+)
 from trainer.janitor import Janitor
 from trainer.rank import HOST, Group, Work, flush, result_path
 from trainer.watching import Watcher
@@ -54,7 +62,7 @@ def run(
     max_restarts: int = 0,
     announce: Callable[[str], None] = lambda how: None,
 ) -> Any:
-    """Start the ranks, wait for them, and return rank 0's result.
+    """Start the ranks of this machine, wait for them, and return the first one's result.
 
     Whatever ends the wait (an exception in a rank, Ctrl-C, SIGTERM), no rank is left behind.
     A signal asks the ranks to stop if they can, else it ends them. If one fails, all are ended,
@@ -144,7 +152,7 @@ class _Supervisor(threading.Thread):
         stopping: Set by the caller to end the ranks.
         asked_to_stop: Set by the caller to have the ranks save and stop.
         finished: Set when no rank is left.
-        result: What rank 0 returned.
+        result: What the first rank returned.
         error: What the caller is to raise instead.
     """
 
@@ -205,7 +213,7 @@ class _Supervisor(threading.Thread):
                 ending.callback(janitor.clean)
                 # The ranks may connect as soon as the socket listens. The store itself starts
                 # after the fork, because its thread would not survive that.
-                with socket.create_server((HOST, 0), backlog=3 * self._group.world_size) as sock:
+                with socket.create_server((HOST, 0), backlog=3 * self._group.count) as sock:
                     group = replace(
                         self._group,
                         port=sock.getsockname()[1],
@@ -213,7 +221,13 @@ class _Supervisor(threading.Thread):
                         folder=janitor.folder,
                         attempt=attempt,
                     )
-                    watcher = Watcher(Path(group.folder), group.world_size, group.timeouts_s)
+                    watcher = Watcher(
+                        Path(group.folder),
+                        group.count,
+                        group.timeouts_s,
+                        first_rank=group.first_rank,
+                        world_size=group.world_size,
+                    )
                     context = starting.start(group, method, work, sock)
                     ending.callback(context.close, signal.SIGKILL, _GRACE_S)
                     self._pids = list(context.pids().values())
@@ -231,6 +245,7 @@ class _Supervisor(threading.Thread):
             except RankError as hang:
                 return hang.with_traceback(None)  # else it would keep the store
             if deaths:
+                watcher.let_tell(context.pids()[0], lambda: self.stopping)
                 return _first_failure(deaths, store, group)
             if not self.stopping:
                 self.result = torch.load(result_path(group), map_location="cpu", weights_only=False)
@@ -280,10 +295,14 @@ def _first_failure(deaths: dict[int, int], store: Store, group: Group) -> Except
         if not failure.secondary:
             return failure.error()
     heard = {failure.rank for failure in reported}
+    first = group.first_rank
     for number, code in deaths.items():
-        if number not in heard:
-            return death_of(number, code)
-    return unanswered(set(range(group.world_size)) - heard, reported[0])
+        if first + number not in heard:
+            return death_of(first + number, code)
+    silent = set(range(first, first + group.count)) - heard
+    if group.machine is not None and not silent:
+        return ended_elsewhere(reported[0])
+    return unanswered(silent, reported[0])
 
 
 @contextmanager

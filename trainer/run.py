@@ -33,10 +33,14 @@ class Run(OnTheClock):
         steps_per_epoch: Optimizer steps in one epoch; None if only the data's end tells.
         device: Where the task is.
         faster_loading: What to try where training waits for its data.
-        loggers: The loggers of the run.
+        run_config: The config of the whole run, resolved, in plain values.
+        hosts: The names of the machines that it runs on.
+        status: ``running``, and at the end ``finished``, ``failed`` or ``stopped by <signal>``.
         learning_rates: The current rate of each parameter group: ``{"train/lr": ...}`` for one
             group, ``train/lr/<group>`` for several.
         metrics: The latest value of every metric by name.
+        memory_mb: The most memory that each rank has had, in 10^6 bytes, by the last log event: of
+            its device, or on the CPU resident; empty before the first one.
         last_checkpoint: The newest checkpoint on disk, or None.
         best_checkpoint: The best one by the monitored metric, or None.
     """
@@ -52,15 +56,24 @@ class Run(OnTheClock):
     steps_per_epoch: int | None
     device: str
     faster_loading: Sequence[str] = ()
-    loggers: Sequence[Logger] = ()
+    run_config: Mapping[str, Any] = field(default_factory=dict)
+    hosts: Sequence[str] = ()
+    status: str = "running"
     learning_rates: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    memory_mb: Sequence[float] = ()
     last_checkpoint: Path | None = None
     best_checkpoint: Path | None = None
+    _loggers: Sequence[Logger] = ()
     _state: TrainState = field(default_factory=TrainState)
     _stop_reason: str | None = None
     _save_requested: bool = False
     _measured_at: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def loggers(self) -> list[Any]:
+        """The loggers of the run, as the user gave them; external ones once they are open."""
+        return [logger.own for logger in self._loggers]
 
     @property
     def time_s(self) -> float:

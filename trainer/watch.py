@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 T = TypeVar("T")
 
 _SLOT = 8  # floats for one rank: a cache line of its own
-_PHASE, _SINCE, _STEP, _LIMIT, _ASKED = range(5)
+_PHASE, _SINCE, _STEP, _LIMIT, _ASKED, _TELLS = range(6)
 _MOST_ENDS = 10_000  # of backwards, that are kept
 
 
@@ -91,7 +91,7 @@ class Watch:
         since: When it began, by `time.monotonic`.
         seconds: Spent in each phase so far, the current one not included.
         num_buckets: How many buckets of gradients a backward reduces; 0 where that is not known.
-        on_enter: Called with every phase that begins.
+        listeners: Called with every phase that begins.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class Watch:
         self.since = time.monotonic()
         self.seconds = [0.0] * len(Phase)
         self.num_buckets = 0
-        self.on_enter: Callable[[Phase], None] | None = None
+        self.listeners: tuple[Callable[[Phase], None], ...] = ()
         self._ends: list[tuple[float, ...]] = []
         self._step = 0
         self._limit_s = math.inf
@@ -114,8 +114,17 @@ class Watch:
         slot = self._slot
         slot[_PHASE] = phase
         slot[_SINCE] = now
-        if self.on_enter is not None:
-            self.on_enter(phase)
+        for listener in self.listeners:
+            listener(phase)
+
+    def listen(self, listener: Callable[[Phase], None]) -> None:
+        """Call ``listener`` with every phase that begins from now on."""
+        self.unlisten(listener)
+        self.listeners += (listener,)
+
+    def unlisten(self, listener: Callable[[Phase], None]) -> None:
+        """Call it no more; a listener may ask for that itself."""
+        self.listeners = tuple(each for each in self.listeners if each != listener)
 
     def loading(self, batches: Iterable[T], then: Phase) -> Iterator[T]:
         """Yield ``batches``; getting the next one is loading, what is done with it is ``then``."""
@@ -177,6 +186,10 @@ class Watch:
         """Whether the reader of the `Board` wants this rank to report."""
         return self._slot[_ASKED] > 0
 
+    def tells(self, has_more: bool) -> None:
+        """Note whether somebody elsewhere is still to be told how this rank's work ends."""
+        self._slot[_TELLS] = has_more
+
     @property
     def note(self) -> Note:
         """The same as another process reads it."""
@@ -192,6 +205,7 @@ class Watch:
         """Forget what this process did before."""
         self.step = 0
         self.num_buckets = 0
+        self.tells(False)
         self.enter(Phase.STARTING)
 
 
@@ -220,6 +234,10 @@ class Board:
                 values[start : start + _SLOT] for start in range(0, len(values), _SLOT)
             )
         ]
+
+    def tells(self, number: int) -> bool:
+        """Whether a rank has still somebody to tell how its work ends."""
+        return self._floats[number * _SLOT + _TELLS] > 0
 
     def ask(self) -> None:
         """Ask all ranks to report."""

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +23,7 @@ from pathlib import Path
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
-from trainer import distributed, stacks
+from trainer import children, distributed, stacks
 from trainer.failures import RankError, RemoteTraceback
 from trainer.hang_report import told
 from trainer.rank_report import RankReport
@@ -32,6 +32,7 @@ from trainer.watch import Board, Note, watch
 _ANSWER_S = 2.0  # for a rank to report, with the stacks of its loader workers
 _PAUSE_S = 5.0  # between two looks: this process was stopped, and the ranks with it
 _LOOK_S = 1.0
+_LAST_WORDS_S = 12.0  # for rank 0, which has to find out first that another rank has failed
 _LISTEN_S = 0.1
 _WITHOUT_GIL_S = 5.0  # after the limit: the others have asked by then
 _ASKED, _REPORT, _TOLD = "asked", "report", "told"
@@ -56,24 +57,36 @@ class _Patience:
 class Watcher:
     """The eyes of the process that starts the ranks of a machine."""
 
-    def __init__(self, folder: Path, world_size: int, timeouts_s: tuple[float, float]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        count: int,
+        timeouts_s: tuple[float, float],
+        first_rank: int,
+        world_size: int,
+    ) -> None:
         """Make what the ranks share, before they start.
 
         Args:
             folder: Where.
-            world_size: The number of ranks.
+            count: The number of ranks here.
             timeouts_s: The limits once a step is done, and before.
+            first_rank: The number of the first of them, among those of all machines.
+            world_size: How many all machines have.
         """
         self._folder = folder
         self._timeout_s, start_timeout_s = timeouts_s
-        self._board = Board(_board(folder), world_size, start_timeout_s)
+        self._first_rank = first_rank
+        here = range(first_rank, first_rank + count)
+        self._elsewhere = [rank for rank in range(world_size) if rank not in here]
+        self._board = Board(_board(folder), count, start_timeout_s)
         self._patience = _Patience()
 
     def check(self, pids: Mapping[int, int], store: Store) -> None:
         """Look whether a rank hangs.
 
         Args:
-            pids: The ranks' processes.
+            pids: The ranks' processes, by their number on this machine.
             store: Through which they answer.
 
         Raises:
@@ -84,30 +97,46 @@ class Watcher:
             return
         self._board.ask()
         reports = _answers(store, sorted(pids), _ANSWER_S)
-        for rank in pids.keys() - reports.keys():
-            dumps = _dumps(self._folder, rank)
-            reports[rank] = RankReport.of_silent(rank, pids[rank], notes[rank], dumps)
-        text = told([reports[rank] for rank in sorted(reports)], self._timeout_s)
+        for number in pids.keys() - reports.keys():
+            rank, dumps = self._first_rank + number, _dumps(self._folder, number)
+            reports[number] = RankReport.of_silent(rank, pids[number], notes[number], dumps)
+        found = [reports[number] for number in sorted(reports)]
+        text = told(found, self._timeout_s, elsewhere=self._elsewhere)
         raise RankError(text.splitlines()[0]) from RemoteTraceback(f"{text}\n")
 
+    def let_tell(self, first: int, is_over: Callable[[], bool]) -> None:
+        """Give rank 0 some time to tell loggers elsewhere that the run has failed.
 
-def report_when_asked(rank: int, folder: Path, store: Store) -> None:
+        Args:
+            first: The process of rank 0.
+            is_over: Whether there is no time any more.
+        """
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while self._board.tells(0) and not is_over() and time.monotonic() < deadline:
+            if children.exit_code(first) is not None:
+                return
+            children.wait_for_one([first], _LISTEN_S)
+
+
+def report_when_asked(number: int, first_rank: int, folder: Path, store: Store) -> None:
     """Be a rank that a `Watcher` sees.
 
     Args:
-        rank: Its number.
+        number: Which of this machine.
+        first_rank: The number of the machine's first one, among those of all machines.
         folder: The watcher's.
         store: Through which it answers.
     """
-    watch.share(_board(folder), rank)
-    dumps = _dumps(folder, rank)
+    watch.share(_board(folder), number)
+    dumps = _dumps(folder, number)
     stacks.dump_on_signal(dumps.open("a"))
 
     def answer() -> None:
         # Not by waiting in the store: if the watcher is killed, torch would warn of it.
         while not watch.is_asked:
             time.sleep(_LISTEN_S)
-        store.set(f"{_REPORT}/{rank}", pickle.dumps(RankReport.of_this(rank, dumps)))  # type: ignore[arg-type]
+        report = RankReport.of_this(first_rank + number, dumps)
+        store.set(f"{_REPORT}/{number}", pickle.dumps(report))  # type: ignore[arg-type]
 
     threading.Thread(target=answer, name="report when asked", daemon=True).start()
 

@@ -2,9 +2,10 @@
 
 from trainer.loggers.base import Logger
 from trainer.loggers.jsonl import JsonlLogger
+from trainer.loggers.lightning import LightningLogger
 from trainer.loggers.tensorboard import TensorBoardLogger
 
-__all__ = ["JsonlLogger", "Logger", "TensorBoardLogger", "default_loggers"]
+__all__ = ["JsonlLogger", "LightningLogger", "Logger", "TensorBoardLogger", "default_loggers"]
 
 
 def default_loggers() -> list[Logger]:

@@ -16,6 +16,16 @@ class Logger:
     runs on rank 0 after the ranks have started.
     """
 
+    @property
+    def label(self) -> str:
+        """The name in messages and checkpoints."""
+        return type(self).__name__
+
+    @property
+    def own(self) -> Any:
+        """The entry of ``run.loggers``: what the user gave."""
+        return self
+
     def open(self, run: Run) -> None:
         """Open files under ``run.run_dir``; ``run.step`` is not 0 when the run resumes."""
 
@@ -28,6 +38,9 @@ class Logger:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what ``state_dict`` returned; called before ``open``."""
+
+    def end(self, run: Run) -> None:
+        """Note how the run has ended, which is ``run.status``; called before any is closed."""
 
     def close(self) -> None:
         """Flush and close; called once, also when the run fails."""
