@@ -7,7 +7,7 @@ import torch
 from support import Regression, fit, samples
 from torch import nn
 
-from trainer import TaskModule
+from trainer import TaskModule, Trainer
 from trainer.evaluation import evaluating, join
 
 
@@ -113,3 +113,22 @@ def test_everything_is_as_before_after_an_error():
     assert (task.training, task.frozen.training, task.live.training) == (True, False, True)
     assert torch.is_grad_enabled()
     assert task.run is run
+
+
+class Knowing(Regression):
+    """Notes which set it is evaluated on, and logs a value under a name of its own."""
+
+    def eval_forward(self, batch):
+        self.sets = {*getattr(self, "sets", ()), self.run.evaluated_set}
+        self.log("/plain", len(batch[0]))
+        return super().eval_forward(batch)
+
+
+def test_a_task_knows_the_set_it_is_evaluated_on(tmp_path):
+    task = Knowing()
+    trainer = Trainer(accelerator="cpu", run_dir=str(tmp_path))
+    assert trainer.validate(task, val=samples(2))["plain"] == 2
+    assert task.sets == {None}
+    trainer.validate(task, val={"clean": samples(2), "noisy": samples(3)})
+    assert task.sets == {None, "clean", "noisy"}
+    assert task.run.evaluated_set is None

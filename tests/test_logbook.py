@@ -12,7 +12,7 @@ import torch
 from support import on_ranks
 
 from trainer import distributed, logbook
-from trainer.logbook import Logbook
+from trainer.logbook import Logbook, full_names
 
 
 @pytest.mark.parametrize("stack_after", [1, 3, 1024])
@@ -235,3 +235,8 @@ def test_means_have_the_same_bits_at_any_world_size(world_size: int) -> None:
     assert whole == [expected] * 2
     for found in on_ranks(world_size, on_all_and_on_one, world_size):
         assert found == [expected] * 4
+
+
+def test_a_name_that_starts_with_a_slash_stands_by_itself() -> None:
+    assert full_names("val", {"loss": 1, "/my_loss": 2}) == {"val/loss": 1, "my_loss": 2}
+    assert full_names("val", {"/val/loss": 3, "loss": 1}) == {"val/loss": 3}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support import Regression, samples, train_by_hand
+from support import Regression, fit, on_ranks, samples, train_by_hand
 from torch import nn
 
 from trainer import TaskModule, Trainer
 from trainer.contract import CONTRACT, check_contract
+from trainer.loggers.jsonl import JsonlLogger
 from trainer.task import RunFacts, first_dimension
 
 
@@ -115,3 +118,31 @@ def test_the_samples_of_a_batch_are_its_first_tensors_first_dimension(batch: Any
 def test_a_batch_without_tensors_needs_its_own_count() -> None:
     with pytest.raises(ValueError, match=r"of type dict.*define batch_size"):
         first_dimension({"names": ["a", "b"]})
+
+
+def test_what_a_task_measures_at_an_end_is_logged(tmp_path: Path) -> None:
+    class Measuring(Regression):
+        def on_epoch_end(self) -> dict[str, float]:
+            return {"own/epoch": float(self.run.epoch), "own/draw": float(torch.rand(()))}
+
+        def on_fit_end(self) -> dict[str, float]:
+            return {"own/end": float(self.run.step)}
+
+    def run() -> Any:
+        result = fit(
+            Measuring(),
+            tmp_path / "run",
+            train=samples(6),
+            max_epochs=2,
+            global_batch_size=4,
+            devices=2,
+            logger=[JsonlLogger()],
+        )
+        return result.metrics
+
+    metrics, _ = on_ranks(2, run)
+    assert (metrics["own/epoch"], metrics["own/end"]) == (2, 4)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    found = [event for event in map(json.loads, lines) if "own/epoch" in event]
+    assert [(event["step"], event["own/epoch"]) for event in found] == [(2, 1), (4, 2)]
+    assert found[0]["own/draw"] != found[1]["own/draw"]

@@ -83,6 +83,12 @@ class Told(Regression):
     def on_validation_end(self, metrics: Mapping[str, float]) -> None:
         self.note("TaskModule.on_validation_end")
 
+    def on_epoch_end(self) -> None:
+        self.note("TaskModule.on_epoch_end")
+
+    def on_fit_end(self) -> None:
+        self.note("TaskModule.on_fit_end")
+
 
 class Telling(Callback):
     """Writes down when it is called, and that it sees the task in eval mode without gradients."""
@@ -125,7 +131,7 @@ def told_by(run_dir: Path, **options: Any) -> list[str]:
 def test_the_order_of_hooks_is_the_one_in_the_docstring(tmp_path: Path) -> None:
     hooks = r"\b(?:TaskModule\.\w+|Callback\.\w+|forward|loss|optimizer\.step)\b"
     documented = re.findall(hooks, Training.run.__doc__ or "")
-    assert len(documented) == 13
+    assert len(documented) == 15
     assert told_by(tmp_path, max_epochs=1) == documented
 
 
@@ -136,7 +142,9 @@ def test_the_order_of_hooks_over_micro_batches_steps_and_epochs(tmp_path: Path) 
     step = [*micro * 2, *update, "TaskModule.after_optimizer_step"]
     validate = ["TaskModule.on_validation_end", "Callback.on_validation_end"]
     epoch = ["TaskModule.on_epoch_start", *step, *step, "Callback.on_log"]
-    expected = [*start, *epoch, *epoch, *validate, "Callback.on_save", "Callback.on_fit_end"]
+    ended = ["TaskModule.on_epoch_end"]
+    last = ["Callback.on_save", "TaskModule.on_fit_end", "Callback.on_fit_end"]
+    expected = [*start, *epoch, *ended, *epoch, *validate, *ended, *last]
     options = {"train": samples(7), "micro_batch_size": 2, "validate_every_n_epochs": 2}
     checkpoint = {"every_n_epochs": 2}
     assert told_by(tmp_path, max_epochs=2, checkpoint=checkpoint, **options) == expected

@@ -17,7 +17,7 @@ from trainer import distributed, metrics, stopping
 from trainer.contract import weigh
 from trainer.data.loading import Batches
 from trainer.global_loss import TaskLoss
-from trainer.logbook import Logbook
+from trainer.logbook import Logbook, full_names
 from trainer.precision import Precision
 from trainer.seeding import Stream, seed_generators, stream_key
 from trainer.task import TaskModule, WeightedLoss
@@ -59,10 +59,12 @@ def evaluate(
     """
     values: dict[str, float] = {}
     distributed.share_buffers(task)
+    task._begin_evaluation(split)
     for prefix, (batches, set_metrics) in sets.items():
         logbook = Logbook()
         metrics.reset(set_metrics)
-        with evaluating(task, split, logbook):
+        name = prefix.partition("/")[2] or None
+        with evaluating(task, split, logbook, name):
             number = 0
             task_loss = TaskLoss(task, logbook)
             for micro in watch.loading(batches.epoch(0), then=Phase.VALIDATION):
@@ -96,7 +98,8 @@ def evaluate(
             if can_stop:
                 stopping.check()
             found = metrics.merged(logbook.reduce(finite_loss=False), metrics.compute(set_metrics))
-        values.update({f"{prefix}/{name}": value for name, value in found.items()})
+        values.update(full_names(prefix, found))
+    values.update(task._end_evaluation(split, values))
     return values
 
 
@@ -122,6 +125,7 @@ def predict(
         _make_output_dir(output_dir)
     distributed.share_buffers(task)
     mine: list[tuple[int, int, Any]] = []
+    task._begin_evaluation("predict")
     with evaluating(task, "predict", None):
         for micro in watch.loading(batches.epoch(0), then=Phase.VALIDATION):
             if micro.batch is None:
@@ -134,6 +138,7 @@ def predict(
                 mine.append((micro.position, micro.num_samples, outputs))
             else:
                 torch.save(outputs, output_dir / f"predictions-{micro.position:012d}.pt")
+    task._end_evaluation("predict", {})
     if output_dir is not None:
         distributed.barrier()
         return output_dir
@@ -145,12 +150,14 @@ def predict(
 
 
 @contextmanager
-def evaluating(task: TaskModule, split: str, logbook: Logbook | None) -> Iterator[None]:
+def evaluating(
+    task: TaskModule, split: str, logbook: Logbook | None, name: str | None = None
+) -> Iterator[None]:
     """Run ``task`` in eval mode, without gradients; afterwards every submodule is as it was."""
     modes = [(module, module.training) for module in task.modules()]
     run = task.run
     task.eval()
-    task.run = replace(run, split=split, _logbook=logbook)
+    task.run = replace(run, split=split, evaluated_set=name, _logbook=logbook)
     try:
         with torch.no_grad():
             yield

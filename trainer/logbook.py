@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -29,9 +29,14 @@ class NotFiniteError(ValueError, FloatingPointError):
     """A loss or a weight became NaN or infinite."""
 
 
-def full_name(prefix: str, name: str) -> str:
-    """Return what a value is called in an event: ``train/<name>``; ``/<name>`` stands by itself."""
-    return name[1:] if name.startswith("/") else f"{prefix}/{name}"
+def full_names(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
+    """Return values as they are called in an event: ``<prefix>/<name>``, but ``/<name>`` alone.
+
+    A name of the latter kind is the user's choice, so it wins over the same one with a prefix.
+    """
+    whole = {name[1:]: value for name, value in values.items() if name.startswith("/")}
+    rest = {f"{prefix}/{name}": v for name, v in values.items() if not name.startswith("/")}
+    return {**rest, **whole}
 
 
 class Logbook:
@@ -83,7 +88,9 @@ class Logbook:
         self._num_samples = num_samples
         self._is_counted = is_counted
 
-    def add(self, name: str, value: torch.Tensor | float, weight: float | None = None) -> None:
+    def add(
+        self, name: str, value: torch.Tensor | float, weight: torch.Tensor | float | None = None
+    ) -> None:
         """Record one value of a mean.
 
         Raises:

@@ -68,16 +68,27 @@ RENAMED = {
 
 # What does not exist here, and why it is not missed.
 WITHOUT = {
+    "barebones": "a step costs little beside its own work; callbacks=False and logger=False leave "
+    "out what observes it",
     "benchmark": "set torch.backends.cudnn.benchmark in the task or the script",
+    "enable_autolog_hparams": "the config of the run goes to every logger",
     "enable_progress_bar": "the progress bar is the callback `progress`: leave it out with "
     "~callbacks.progress on the command line; callbacks=False in Python leaves all of them out",
     "enable_model_summary": "the start of a run always prints the task's size, in one line",
     "gradient_clip_algorithm": "clipping is by the global L2 norm: set gradient_clip_norm; clip by "
     "value in the task's before_optimizer_step",
     "ignore_data_skip": "nothing is skipped: a resumed run goes on at its position in the data",
+    "inference_mode": "evaluation always runs without gradients",
     "limit_predict_batches": "predict goes through the whole dataset; pass it a shorter one",
     "load_best_model_at_end": "the best checkpoint is FitResult.best_checkpoint; test=true tests "
     "it after fit, and ckpt_path=best loads it",
+    "max_time": "end the run with a signal, as `timeout -s TERM 8h` does: it is saved, and goes on "
+    "with resume=auto",
+    **dict.fromkeys(
+        ("min_epochs", "min_steps"),
+        "a run ends at max_epochs or max_steps; the callback EarlyStopping has a patience",
+    ),
+    "model_registry": "checkpoints lie in the run's folder or store, see run_dir",
     "reload_dataloaders_every_n_epochs": "datasets are built once; one whose content changes "
     "with the epoch defines set_epoch, and DataModule.train_indices orders each epoch anew",
     "use_distributed_sampler": "the Trainer cuts every batch over the ranks itself, also those of "
@@ -101,8 +112,16 @@ WITHOUT = {
         "the task's learning rate is meant for",
     ),
     "plugins": "there are none; a strategy of your own is a _target_ under strategy",
-    "profiler": "set profile=startup for where the time until the first step goes; callbacks see "
-    "perf/ values of the steps in every log",
+    "profiler": "set profile=10-14 for a trace of these steps, profile=startup for where the time "
+    "until the first step goes; perf/ values say in every log what a step takes",
+    "track_grad_norm": "set statistics=[gradients]",
+    **dict.fromkeys(
+        ("auto_lr_find", "lr_finder"), "run mode=find_lr, or Trainer.find_lr, before the fit"
+    ),
+    **dict.fromkeys(
+        ("auto_scale_batch_size", "auto_find_batch_size"),
+        "run mode=find_micro_batch_size, or Trainer.find_micro_batch_size, before the fit",
+    ),
     "enable_checkpointing": "set checkpoint.every_n_epochs=null for no checkpoints by epoch",
     "save_strategy": "set checkpoint.every_n_steps or checkpoint.every_n_epochs",
     "eval_strategy": "set validate_every_n_steps or validate_every_n_epochs",

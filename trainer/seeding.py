@@ -40,6 +40,8 @@ class Stream(IntEnum):
     EPOCH_START = 14  # step: TaskModule.on_epoch_start
     UPDATE = 15  # step: the hooks before and after the optimizer's step, and the optimizer
     VALIDATION_END = 16  # step: TaskModule.on_validation_end
+    EPOCH_END = 17  # step: TaskModule.on_epoch_end
+    FIT_END = 18  # step: TaskModule.on_fit_end
 
 
 def stream_key(seed: int, stream: Stream, *place: int) -> int:

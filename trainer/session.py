@@ -74,7 +74,7 @@ class Session:
         task.run = RunFacts(
             rank=distributed.rank(), world_size=distributed.world_size(), device=self.device
         )
-        task.to(self.device)
+        task._start(self.device)
 
     def train_batches(self) -> tuple[Batches, GlobalBatchPlan]:
         """Return this rank's training data and how its global batches are cut.
@@ -212,7 +212,7 @@ class Session:
             steps_per_epoch=steps_per_epoch,
             device=str(self.device),
             faster_loading=self.faster_loading,
-            loggers=loggers,
+            _loggers=loggers,
             _state=state,
         )
 

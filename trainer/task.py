@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
 
     from trainer.logbook import Logbook
+    from trainer.loggers import Logger
 
 
 class WeightedLoss(NamedTuple):
@@ -79,6 +80,7 @@ class RunFacts(OnTheClock):
     turn: str | None = None
     _state: TrainState = field(default_factory=TrainState, repr=False)
     _logbook: Logbook | None = field(default=None, repr=False)
+    _loggers: Sequence[Logger] = field(default=(), repr=False)
 
 
 class TaskModule(nn.Module):
@@ -180,7 +182,8 @@ class TaskModule(nn.Module):
         Call it from ``forward`` or ``loss``. Without a `Trainer` it does nothing.
 
         Args:
-            name: The metric's name; the split is put in front (``train/<name>``).
+            name: The metric's name; the split is put in front (``train/<name>``), unless it starts
+                with a slash (``/<name>``).
             value: A number or a scalar tensor; it is detached, not read.
             weight: Its weight in the mean; None means this micro-batch's number of samples.
         """
@@ -217,7 +220,7 @@ class TaskModule(nn.Module):
         """
 
     def on_fit_end(self) -> Mapping[str, float] | None:
-        """Run on every rank at the end of a run, before it is saved; not after a signal.
+        """Run on every rank at the end of a run, once it is saved; not after a signal.
 
         Returns:
             As for ``on_epoch_end``.
@@ -225,6 +228,11 @@ class TaskModule(nn.Module):
 
     # For tasks that run somebody else's module.
     _speaks_for_another = False
+    _shown: Sequence[str] = ()  # values that a progress line tells beside the loss
+
+    def _config(self) -> dict[str, Any]:
+        """Return what belongs into the config of a run, in plain values."""
+        return {}
 
     def _start(self, device: torch.device) -> None:
         """Get ready on a rank, for one job."""

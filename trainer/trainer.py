@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from trainer import distributed, metrics, startup, stopping
+from trainer import distributed, metrics, profiling, startup, stopping
 from trainer.callbacks import Callback
 from trainer.checkpoint.past import shared_past
 from trainer.checkpoint.saving import Saver, named
 from trainer.data.loading import MicroBatch
 from trainer.data.streams import empty_stream
 from trainer.due import due, limit_reached
-from trainer.logbook import Logbook
+from trainer.logbook import Logbook, full_names
 from trainer.loggers import Logger
 from trainer.notes import note_untrained
 from trainer.observers import Observers
@@ -86,6 +86,7 @@ class Training:
             steps_per_epoch=steps_per_epoch,
             _state=state,
             _logbook=self.logbook,
+            _loggers=loggers,
         )
         self.observers = Observers(self.view, callbacks, loggers, config.checkpoint.on_error)
         validates = bool(self.val_sets) and config.validates
@@ -108,6 +109,7 @@ class Training:
         self.logbook.restore(shared.get("logbook", {}))
         metrics.restore(self.train_metrics, shared.get("metrics", {}))
         self.batches.load_state_dict(shared.get("batches", {}))
+        self.task._load_state(shared.get("task", {}))
         self.turns.load_strategy_states(shared)
         watch.step = self.state.step
         self.agreement = stopping.Agreement(self.state.step)
@@ -121,6 +123,7 @@ class Training:
             stack.enter_context(self.observers.open())
             if self.config.detect_anomaly:
                 stack.enter_context(torch.autograd.set_detect_anomaly(True))
+            stack.enter_context(profiling.traced(self.config, self.run_dir))
             yield
 
     def run(self) -> FitResult:
@@ -146,10 +149,11 @@ class Training:
                     if due: validate               scheduler.step (with a monitor),
                                                    TaskModule.on_validation_end,
                                                    Callback.on_validation_end, loggers
+                    at an epoch's end              TaskModule.on_epoch_end
                     if due: save                   Callback.on_save, when it is on disk
                     if requested by a callback or a signal: save, stop
             validate and save once more, unless just done; test the best
-            Callback.on_fit_end
+            TaskModule.on_fit_end, Callback.on_fit_end
         """
         task, state, config, device = self.task, self.state, self.config, self.session.device
         startup.note("open")
@@ -274,6 +278,8 @@ class Training:
             self.log()
         if validate:
             self.validate()
+        if not state.step_in_epoch:  # runs again where a run resumes
+            self.end_with(self.task.on_epoch_end, Stream.EPOCH_END)
         if save:
             self.save()
         if log or validate or save or self.agreement.is_due(state.step):
@@ -291,7 +297,7 @@ class Training:
         pace = self.pace.table(self.turns.take_comm_times)
         logged = self.logbook.reduce(beside=pace)
         means = metrics.merged(logged, metrics.compute(self.train_metrics))
-        values = {f"train/{name}": v for name, v in means.items()} | self.pace.measured(pace)
+        values = full_names("train", means) | self.pace.measured(pace)
         self.view.learning_rates = self.turns.learning_rates()
         if is_first and means.keys().isdisjoint(self.logbook.losses):
             note_untrained(self.state.step)
@@ -322,9 +328,17 @@ class Training:
             "logbook": self.logbook.state(),
             "metrics": metrics.state(self.train_metrics) if self.state.step_in_epoch else {},
             "batches": self.batches.state_dict(),
+            "task": self.task._state(),
             **self.turns.strategy_states(),
         }
         self.saver.save(shared)
+
+    def end_with(self, hook: Callable[[], Mapping[str, float] | None], stream: Stream) -> None:
+        """Call a hook of the task, and write what it has measured, if anything."""
+        self.seed_hook(stream)
+        values = hook()
+        if values:
+            self.write(values)
 
     def write(self, values: Mapping[str, float]) -> None:
         """Write one event to the loggers."""
@@ -371,6 +385,7 @@ class Training:
         self.save()
         if self.signal is None:
             self.saver.check_monitor()
+            self.end_with(self.task.on_fit_end, Stream.FIT_END)
         self.saver.close()
         self.average.keep()
         watch.enter(Phase.FINISHING)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from trainer.checkpoint.manifest import verify
-from trainer.checkpoint.weights import _read_weights, load_task, load_weights, write_weights
+from trainer.checkpoint.weights import read_weights, load_task, load_weights, write_weights
 from trainer.checkpoint.writer import read_state
 
 
@@ -82,7 +82,7 @@ def test_every_type_of_tensor(tmp_path: Path) -> None:
             continue
     assert {"torch.bool", "torch.uint64", "torch.complex128"} < weights.keys()
     write(tmp_path, snapshot(1, weights=weights))
-    stored = _read_weights(tmp_path / "step-00000001")
+    stored = read_weights(tmp_path / "step-00000001")
     for name, value in weights.items():
         assert stored[name].dtype == value.dtype
         assert stored[name].view(torch.uint8).tolist() == value.view(torch.uint8).tolist(), name

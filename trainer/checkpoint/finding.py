@@ -70,7 +70,8 @@ def find(run: str | Path, which: str | os.PathLike[str], of_run: str = "best") -
     folder = RemoteStore(f"{run}/{FOLDER}")
     raise ValueError(
         f"no checkpoint {str(which)!r}: a checkpoint is a folder with a {MANIFEST}, or a "
-        f".safetensors file; there are {', '.join(folder.names()) or 'none'} in {folder.url}"
+        f".safetensors or .ckpt file; there are {', '.join(folder.names()) or 'none'} in "
+        f"{folder.url}"
     )
 
 
@@ -89,7 +90,7 @@ def _fetched(url: str) -> Path | None:
     if parent.endswith("/"):  # of memory://run
         return None
     store = RemoteStore(parent)
-    if name.endswith(".safetensors"):
+    if name.endswith(manifest.FILES_OF_WEIGHTS):
         return store.fetch_file(name)
     target = store.target(name) if name in _LINKS else name
     return store.fetch(target) if target and store.has(target) else None

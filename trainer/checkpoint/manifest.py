@@ -21,6 +21,8 @@ FORMAT_VERSION = 3
 FOLDER = "checkpoints"
 WEIGHTS, STATE, CONFIG, MANIFEST = "model.safetensors", "state.pt", "config.yaml", "manifest.json"
 
+FILES_OF_WEIGHTS = (".safetensors", ".ckpt")  # which others write
+
 _FILES = {WEIGHTS, STATE, CONFIG}
 _STEP_NAME = re.compile(r"step-(\d{8,})(\.old)?")
 
@@ -30,8 +32,9 @@ def find(run_dir: Path, which: str | os.PathLike[str], of_run: str = "best") -> 
 
     Args:
         run_dir: The folder of the run.
-        which: ``"best"``, ``"last"``, or a path: a checkpoint folder, a ``.safetensors`` file or
-            the folder of a run, as it stands or inside ``run_dir`` or its ``checkpoints``.
+        which: ``"best"``, ``"last"``, or a path: a checkpoint folder, a ``.safetensors`` or
+            ``.ckpt`` file, or the folder of a run, as it stands or inside ``run_dir`` or its
+            ``checkpoints``.
         of_run: Which one the folder of a run stands for, ``"best"`` or ``"last"``.
 
     Raises:
@@ -45,12 +48,13 @@ def find(run_dir: Path, which: str | os.PathLike[str], of_run: str = "best") -> 
         given = [Path(which), Path(run_dir) / which, folder / which]
         places = [p for path in given for p in (path, path / of_run, path / FOLDER / of_run)]
     for place in places:
-        if _is_file(place / MANIFEST) or (place.suffix == ".safetensors" and _is_file(place)):
+        if _is_file(place / MANIFEST) or (place.suffix in FILES_OF_WEIGHTS and _is_file(place)):
             return place.resolve()
     there = [path.name for path in step_folders(folder)]
     wanted = f"no checkpoint {str(which)!r} in {folder}" if named else f"{which} is no checkpoint"
     raise ValueError(
-        f"{wanted}: a checkpoint is a folder with a {MANIFEST}, or a .safetensors file; "
+        f"{wanted}: a checkpoint is a folder with a {MANIFEST}, or a .safetensors or .ckpt "
+        "file; "
         + (f"there are {', '.join(there)} in {folder}" if there else f"{folder} holds none")
         + "; give best, last, or the path of one"
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer import attempt
+from trainer import attempt, distributed
 from trainer.checkpoint import manifest
+from trainer.checkpoint.disks import gather_newest
 from trainer.checkpoint.finding import find, newest_valid, run_place, store_of
 from trainer.checkpoint.writer import read_state
 from trainer.config import TrainerConfig
@@ -53,6 +54,12 @@ class Past(NamedTuple):
         return steps
 
 
+def shared_past(config: TrainerConfig, run_dir: Path) -> Past | None:
+    """Return what `read_past` does, on every rank; rank 0 reads it, for all. A collective."""
+    gather_newest(config, run_dir)
+    return distributed.on_first_rank(lambda: read_past(config, run_dir))
+
+
 def read_past(config: TrainerConfig, run_dir: Path) -> Past | None:
     """Read the checkpoint that a run goes on from, if there is one, and print which one it is.
 
@@ -84,6 +91,11 @@ def read_past(config: TrainerConfig, run_dir: Path) -> Past | None:
             return None
     else:
         path = find(run, config.resume, of_run="last")
+        if path.suffix in manifest.FILES_OF_WEIGHTS:
+            raise ValueError(
+                f"resume={config.resume}: {path} has weights, and nothing else that a run could go "
+                f"on from; start a new run from them with init_from={config.resume}"
+            )
         manifest.refuse_damaged(path)
     ignored = "" if config.init_from is None else f", not init_from={config.init_from}"
     print(f"resuming from {path}{ignored}", flush=True)

@@ -25,8 +25,8 @@ from trainer.checkpoint.changes import (
     notes_on_cut,
     refuse,
 )
+from trainer.checkpoint.disks import Witness
 from trainer.checkpoint.finding import find, run_place, store_of
-from trainer.checkpoint.machines import Witness
 from trainer.checkpoint.optimizer_state import take_over
 from trainer.checkpoint.past import Past
 from trainer.checkpoint.snapshot import Snapshot

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 import torch
 from torch import nn
 
+from trainer.checkpoint import foreign
 from trainer.checkpoint.finding import local
 from trainer.checkpoint.manifest import CONFIG, WEIGHTS, verified
 from trainer.instantiate import build_node
@@ -61,7 +62,8 @@ def load_weights(
 
     Args:
         module: Any module; a `TaskModule` or a part of another model.
-        path: A checkpoint folder, or a ``.safetensors`` file of any origin.
+        path: A checkpoint folder, a ``.safetensors`` file of any origin, or a ``.ckpt`` of
+            Lightning.
         strict: Whether names and shapes must agree. If not, what fits is loaded and the rest of
             the module stays as it is.
 
@@ -72,7 +74,7 @@ def load_weights(
         ValueError: If the file is missing or damaged; if ``strict`` and anything differs; if
             nothing fits.
     """
-    weights = _read_weights(local(path))
+    weights = read_weights(local(path))
     own = module.state_dict(keep_vars=True)
     _tie(weights, own)
     reshaped = [
@@ -182,9 +184,16 @@ def write_weights(file: BinaryIO, weights: Mapping[str, Any]) -> None:
         file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
-def _read_weights(path: Path) -> dict[str, Any]:
+def read_weights(path: Path) -> dict[str, Any]:
+    """Return the weights in a checkpoint, a ``.safetensors`` file or one of Lightning's, by name.
+
+    Raises:
+        ValueError: If it is missing or damaged.
+    """
     from safetensors import SafetensorError, safe_open
 
+    if path.suffix == foreign.SUFFIX:
+        return dict(foreign.read_lightning(path)["state_dict"])
     if path.suffix == ".safetensors":
         if not path.is_file():
             raise ValueError(f"there is no file {path}")

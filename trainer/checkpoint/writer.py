@@ -34,7 +34,7 @@ from trainer.checkpoint.manifest import (
 from trainer.checkpoint.snapshot import Snapshot, Staging
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.weights import read_torch, write_weights
-from trainer.messages import counted, reason
+from trainer.messages import counted, reason, warn
 
 if TYPE_CHECKING:
     from trainer.config import CheckpointConfig
@@ -176,7 +176,7 @@ class CheckpointWriter:
             return
         if self._config.on_error == "stop":
             raise outcome.error
-        print(f"WARNING: {outcome.error}; training goes on", file=sys.stderr, flush=True)
+        warn(f"{outcome.error}; training goes on")
 
     # From here on in the thread, if there is one.
 

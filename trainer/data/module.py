@@ -57,6 +57,9 @@ class DataModule:
         """
         raise NotImplementedError
 
+    def _end(self, error: BaseException | None) -> None:
+        """Clean up after a job, or after the error that ended it; for data of somebody else's."""
+
     @property
     def orders_epochs(self) -> bool:
         """Whether this class defines ``train_indices``."""
@@ -68,6 +71,10 @@ class GivenData(DataModule):
 
     def __init__(self, **given: Any) -> None:
         self._given = given
+
+    def has(self, split: str) -> bool:
+        """Whether there is data for ``split``."""
+        return self._given.get(split) is not None
 
     def train_dataset(self) -> Any:
         """Return what was given as ``train``."""
