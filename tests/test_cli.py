@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
 from trainer import DataModule, TaskModule, cli, load_task
-from trainer.composition import check_command_line, check_config, register_configs
+from trainer.command_line import Place, check_command_line
+from trainer.composition import PRESETS, check_config, register_configs
 from trainer.config import TrainerConfig
+from trainer.flags import check_flags, read_arguments
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -91,7 +96,7 @@ def composed(folder: str, *overrides: str, name: str = "app") -> DictConfig:
 
 
 def check(folder: str, *overrides: str, multirun: bool = False) -> None:
-    check_command_line(folder, "app", list(overrides), multirun)
+    check_command_line(Place(folder, "app"), list(overrides), multirun)
 
 
 def refusal(folder: str, *overrides: str, multirun: bool = False) -> str:
@@ -136,6 +141,28 @@ def test_none_drops_those_of_the_project_too(folder: str) -> None:
     assert list(cfg.callbacks) == ["one"]
 
 
+@pytest.mark.parametrize("choice", ["callbacks=early_stopping", "+callbacks=early_stopping"])
+def test_a_choice_adds_to_what_is_there(folder: str, choice: str) -> None:
+    Path(folder, "app.yaml").write_text(CONFIG + "callbacks: {mine: {_target_: my.Callback}}\n")
+    there = ["learning_rate", "throughput", "progress", "mine"]
+    assert sorted(composed(folder, choice).callbacks) == sorted([*there, "early_stopping"])
+    Path(folder, "logger").mkdir()
+    for name in "one", "other":
+        Path(folder, "logger", f"{name}.yaml").write_text(f"{name}: {{_target_: my.Logger}}")
+    cfg = composed(folder, "logger=[one,other]")
+    assert list(cfg.logger) == ["jsonl", "tensorboard", "one", "other"]
+
+
+@pytest.mark.parametrize("path", sorted(PRESETS.glob("*/*.yaml")), ids=lambda path: path.stem)
+def test_a_preset_names_arguments_that_its_class_has(path: Path) -> None:
+    nodes: Any = OmegaConf.to_container(OmegaConf.load(path))
+    assert list(nodes) == [path.stem]
+    for node in nodes.values():
+        parameters = inspect.signature(get_class(node.pop("_target_"))).parameters
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        assert takes_any or set(node) <= set(parameters)
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "conf").glob("*.yaml")))
 def test_the_recipes_compose(name: str) -> None:
     cfg = composed(str(ROOT / "conf"), name=name)
@@ -145,7 +172,7 @@ def test_the_recipes_compose(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in (ROOT / "conf/experiment").glob("*.yaml")))
 def test_the_experiments_compose(name: str) -> None:
-    check_config(composed(str(ROOT / "conf"), f"+experiment={name}", name="mnist"))
+    check_config(composed(str(ROOT / "conf"), f"experiment={name}", name="mnist"))
 
 
 @pytest.mark.parametrize(
@@ -192,16 +219,18 @@ def test_the_experiments_compose(name: str) -> None:
         (["trainer.steps=10"], "it is called max_steps here: set max_steps=10"),
         (
             ["+experiment=smoke"],
-            "there is no config group 'experiment'; there are: group, callbacks",
+            "there is no config group 'experiment'; there are: callbacks, group",
         ),
-        (["logger=null"], "to have none at all, write +logger=none"),
-        (["callbacks=[]"], "to have none at all, write +callbacks=none"),
+        (["logger=null"], "to have none at all, write logger=none"),
+        (["callbacks=[]"], "to have none at all, write callbacks=none"),
         (
             ["task._target_=test_cli.Lime"],
             "task cannot be built from test_cli.Lime: test_cli has n",
         ),
         (["+callbacks.x={_target_: trainer.Calback}"], "did you mean trainer.Callback?"),
-        (["trainer.devices=1,2"], "Ambiguous value"),
+        (["~trainer.max_epochs"], "cannot be taken out; write trainer.max_epochs=null"),
+        (["callbacks=nothing"], "Could not find 'callbacks/nothing'"),
+        (["trainer.devices=1,2"], "is several values; add --multirun"),
         (["trainer.run_dir=/dev/null/x"], "run_dir /dev/null/x cannot be written: /dev/null is"),
         (["hydra.run.dir=/dev/null/y"], "run_dir /dev/null/y cannot be written: /dev/null is"),
     ],
@@ -219,6 +248,21 @@ def test_a_mistake_in_a_file(folder: str) -> None:
     assert "max_epochs='two' is a string" in refusal(folder)
 
 
+def test_a_typed_group_of_the_project_is_checked(folder: str) -> None:
+    from hydra.core.config_store import ConfigStore
+
+    @dataclass
+    class Typed:
+        _target_: str = "test_cli.Line"
+        width: int = 1
+
+    ConfigStore.instance().store(group="task", name="typed", node=Typed)
+    check(folder, "+task=typed", "task.width=3")
+    assert refusal(folder, "+task=typed", "task.width=abc") == (
+        "task.width=abc: Value 'abc' of type 'str' could not be converted to Integer"
+    )
+
+
 def test_a_file_holds_options_for_every_mode(folder: str) -> None:
     Path(folder, "app.yaml").write_text(CONFIG + "plan: {steps: 3}\ntest: true\n")
     check(folder)
@@ -234,6 +278,9 @@ def test_a_file_holds_options_for_every_mode(folder: str) -> None:
         ["+own=word", "trainer.run_dir=${own}"],
         ["+group=there"],
         ["+seed=3", "trainer.seed=${seed}"],
+        ["+own=word-${task.width}"],
+        ["+own=word", "hydra.run.dir=runs/${own}"],
+        ["hydra.mode=MULTIRUN", "task.width=1,2"],
         ["trainer.run_dir=${hydra:runtime.cwd}/runs"],
         ["mode=validate", "trainer.max_epochs=null"],
         ["mode=validate", "test=false", "trainer.profile=null"],
@@ -250,6 +297,72 @@ def test_each_value_of_a_sweep_is_checked(folder: str) -> None:
     check(folder, "trainer.devices=1,2", "task.width=1,2", "trainer.seed=range(3)", multirun=True)
     message = refusal(folder, "trainer.devices=1,2", "trainer.max_steps=1,two", multirun=True)
     assert "max_steps='two' is a string" in message
+
+
+def test_a_sweep_that_stands_in_a_file_is_checked(folder: str) -> None:
+    params = "hydra: {mode: MULTIRUN, sweeper: {params: {trainer.max_steps: 'choice(1,two)'}}}\n"
+    Path(folder, "app.yaml").write_text(CONFIG + params)
+    assert "max_steps='two' is a string" in refusal(folder)
+    check(folder, "trainer.max_steps=1,3")
+    assert "every job would write there" in refusal(
+        folder, "trainer.max_steps=1", "trainer.run_dir=x"
+    )
+
+
+@pytest.mark.parametrize("values", ["glob(*)", "there,other"])
+def test_a_sweep_over_files(folder: str, values: str) -> None:
+    Path(folder, "group", "other.yaml").write_text("a: 2")
+    check(folder, f"+group={values}", multirun=True)
+
+
+def test_more_configs_in_another_folder(folder: str, tmp_path: Path) -> None:
+    more = tmp_path / "more"
+    more.mkdir()
+    (more / "own.yaml").write_text("defaults: [app, _self_]\ntrainer: {max_epochs: 0}\n")
+    with pytest.raises(ValueError, match="max_epochs=0 is not allowed"):
+        check_command_line(Place(folder, "own", str(more)), [], False)
+    with pytest.raises(ValueError, match=r"--config-dir .*nowhere: there is no such folder"):
+        check_command_line(Place(folder, "app", str(more / "nowhere")), [], False)
+
+
+def test_ranks_of_torchrun_do_not_change_folder(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    check(folder)
+    assert "only rank 0 knows the folder" in refusal(folder, "hydra.job.chdir=true")
+
+
+def arguments(monkeypatch: pytest.MonkeyPatch, *argv: str) -> list[str]:
+    """What Hydra reads for a command line."""
+    monkeypatch.setattr(sys, "argv", ["program", *argv])
+    check_flags(read_arguments())
+    return sys.argv[1:]
+
+
+def test_flags_may_stand_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["a=1", "--multirun", "~b", "--config-name", "other", "c='d e'"]
+    expected = ["a=1", "~b", "c='d e'", "--multirun", "--config-name", "other"]
+    assert arguments(monkeypatch, *given) == expected
+    assert arguments(monkeypatch, "a=1", "--info") == ["a=1", "--info"]
+    assert arguments(monkeypatch, "logger=none", "a=1") == ["+logger=none", "a=1"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--cfg", "job", "--multirun"], "--multirun and --cfg: only one of them at a time"),
+        (["--resolve"], "add --cfg job"),
+        (["-sc", "install=bash"], "a shell completes the arguments of a command, and not of py"),
+    ],
+)
+def test_flags_that_do_not_go_together(
+    monkeypatch: pytest.MonkeyPatch, argv: list[str], words: str
+) -> None:
+    monkeypatch.setattr("trainer.flags.program", lambda: "python -m recipes.mnist")
+    with pytest.raises(ValueError, match=words):
+        arguments(monkeypatch, *argv)
 
 
 def test_a_sweep_under_torchrun_is_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,6 +382,8 @@ def test_fit_gives_the_result_or_the_optimized_metric(cfg: DictConfig, tmp_path:
     assert isinstance(load_task(result.last_checkpoint), Line)  # its width was ${width}
     cfg.optimized_metric = "val/loss"
     assert cli.run(cfg) == result.metrics["val/loss"]
+    cfg.optimized_metric = ["val/loss", "train/loss"]
+    assert cli.run(cfg) == [result.metrics[name] for name in cfg.optimized_metric]
     assert "test/loss" not in result.metrics
     cfg.test, cfg.optimized_metric = True, "val/accuracy"
     with pytest.raises(ValueError, match=r"val/accuracy was not measured; there are: .*test/loss"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -15,15 +14,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from trainer import startup
 from trainer.checkpoint import manifest
 from trainer.checkpoint.finding import find
-from trainer.composition import (
-    HYDRA_VERSION,
-    check_command_line,
-    check_config,
-    launched_rank,
-    register_configs,
-)
+from trainer.command_line import Place, check_command_line
+from trainer.composition import HYDRA_VERSION, OWN_OPTIONS, check_config, register_configs
 from trainer.failures import shown
+from trainer.flags import check_flags, read_arguments
+from trainer.help import help_page
 from trainer.instantiate import build_node
+from trainer.launcher import launched_rank
 from trainer.run_dir import folder_of
 from trainer.urls import is_url
 from trainer.verify.report import VerifyReport
@@ -74,15 +71,16 @@ def run(cfg: DictConfig | dict[str, Any]) -> Any:
     Args:
         cfg: The keys are ``task`` and ``data`` (nodes with a ``_target_``), ``trainer`` (options),
             ``callbacks`` and ``logger`` (name -> node), ``mode`` (fit, validate, test, predict,
-            verify or plan), ``plan`` (options of that), ``test`` (after fit, test the best
-            weights), ``ckpt_path`` (the weights to validate, test or predict with: ``best``,
-            ``last`` or a path) and ``optimized_metric``.
+            verify, plan, find_lr or find_micro_batch_size), the options of the last three below
+            keys of their names, ``test`` (after fit, test the best weights), ``ckpt_path`` (the
+            weights to validate, test or predict with: ``best``, ``last`` or a path) and
+            ``optimized_metric``.
 
     Returns:
         The metric that ``optimized_metric`` names, for sweepers; where there is none, what the mode
-        returns: a `FitResult`, the metrics, a `VerifyReport`, a `PlanReport` or the predictions
-        (which are also written to ``predictions.pt`` in the run's folder). None on ranks other
-        than 0.
+        returns: a `FitResult`, the metrics, a report (of verify, plan, find_lr, ...) or the
+        predictions (which are also written to ``predictions.pt`` in the run's folder). None on
+        ranks other than 0.
 
     Raises:
         ValueError: For a mistake in the config.
@@ -109,8 +107,8 @@ def run(cfg: DictConfig | dict[str, Any]) -> Any:
     mode, ckpt_path = cfg.get("mode", "fit"), cfg.get("ckpt_path")
     if mode == "verify":
         return _show(trainer.verify(task, data))
-    if mode == "plan":
-        report = trainer.plan(task, data, **(plain.get("plan") or {}))
+    if mode in OWN_OPTIONS:
+        report = getattr(trainer, mode)(task, data, **(plain.get(mode) or {}))
         if report is not None:
             print(report, flush=True)
         return report
@@ -127,13 +125,15 @@ def run(cfg: DictConfig | dict[str, Any]) -> Any:
     wanted = cfg.get("optimized_metric")
     if wanted is None or metrics is None:
         return result
-    if wanted not in metrics:
-        if mode != "fit":  # a recipe's metric for sweeps may be one of another split
-            return result
-        raise ValueError(
-            f"optimized_metric={wanted} was not measured; there are: {', '.join(sorted(metrics))}"
-        )
-    return metrics[wanted]
+    names = [wanted] if isinstance(wanted, str) else list(wanted)
+    for name in names:
+        if name not in metrics:
+            if mode != "fit":  # a recipe's metric for sweeps may be one of another split
+                return result
+            raise ValueError(
+                f"optimized_metric={name} was not measured; there are: {', '.join(sorted(metrics))}"
+            )
+    return metrics[wanted] if isinstance(wanted, str) else [metrics[name] for name in names]
 
 
 def _run_program(main: Callable[[DictConfig], Any], folder: str, config_name: str) -> None:
@@ -141,29 +141,33 @@ def _run_program(main: Callable[[DictConfig], Any], folder: str, config_name: st
     # To take all modules apart at the end would cost this process half a second.
     gc.freeze()
     import hydra
-    from hydra._internal.utils import get_args_parser
+    from omegaconf import OmegaConf
 
     # The order it asks about is fixed by version_base below: a config comes after its defaults.
     warnings.filterwarnings("ignore", message=".*Defaults list is missing `_self_`")
-    args = get_args_parser().parse_args()
-    if not (args.help or args.hydra_help or args.info or args.shell_completion):
-        overrides = list(args.overrides)
-        if args.config_dir:
-            overrides.append(f"hydra.searchpath=[file://{Path(args.config_dir).resolve()}]")
-        try:
-            rank = check_command_line(
-                str(Path(folder) / (args.config_path or "")),
-                args.config_name or config_name,
-                overrides,
-                args.multirun,
-            )
-        except ValueError as mistake:
-            if _is_first():
-                print(f"error: {mistake}", file=sys.stderr)
-            sys.exit(1)
-        if rank:  # rank 0 makes the one folder
-            sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null"]
+    args = read_arguments()
+    place = Place(
+        str(Path(folder) / (args.config_path or "")),
+        args.config_name or config_name,
+        args.config_dir,
+    )
+    shows = args.help or args.hydra_help or args.info or args.shell_completion
+    try:
+        check_flags(args)
+        rank = None
+        if not (shows or args.experimental_rerun):
+            rank = check_command_line(place, args.overrides, args.multirun)
+    except ValueError as mistake:
+        if _is_first():
+            print(f"error: {mistake}", file=sys.stderr)
+        sys.exit(1)
+    if rank:  # rank 0 makes the one folder
+        own = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout"]
+        sys.argv[1:] = [*args.overrides, *own, *sys.argv[1 + len(args.overrides) :]]
     register_configs()
+    OmegaConf.register_new_resolver(
+        "trainer_help", lambda *, _root_: help_page(main, _root_), replace=True
+    )
     hydra.main(version_base=HYDRA_VERSION, config_path=folder, config_name=config_name)(
         _job(main)
     )()
@@ -177,14 +181,17 @@ def _job(main: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
         from hydra.core.hydra_config import HydraConfig
         from hydra.types import RunMode
 
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            return main(cfg)  # a sweeper may want to go on after a failure
+        swept = HydraConfig.get().mode == RunMode.MULTIRUN
         try:
             return main(cfg)
         except KeyboardInterrupt:
             can_go_on = cfg.get("mode", "fit") == "fit"
             _end_interrupted(_run_dir(cfg.get("trainer") or {}) if can_go_on else None)
         except Exception as error:
+            if swept:  # a sweeper may want to go on
+                from trainer.sweeps import fail_job
+
+                raise fail_job(error) from None
             print(shown(error), end="", file=sys.stderr)
             sys.exit(1)
 
@@ -204,7 +211,7 @@ def _end_interrupted(run_dir: str | None = None) -> NoReturn:
 
 def _is_first() -> bool:
     """Whether this process speaks for all that a launcher started."""
-    return not any(int(os.environ.get(name, "0")) for name in ("RANK", "SLURM_PROCID"))
+    return not launched_rank({})
 
 
 def _find_weights(ckpt_path: str | None, run_dir: str | None) -> Path | None:
@@ -237,11 +244,10 @@ def _run_dir(options: Mapping[str, Any]) -> str | None:
     if not HydraConfig.initialized():
         return given
     hydra = HydraConfig.get()
-    if given is not None and hydra.mode == RunMode.MULTIRUN:
-        raise ValueError(
-            f"trainer.run_dir={given} with --multirun: every job would write there; set "
-            "hydra.sweep.dir to a folder, below which each job gets one of its own"
-        )
+    if hydra.mode == RunMode.MULTIRUN:
+        from trainer.sweeps import check_run_dir
+
+        check_run_dir(given)
     if is_url(given):
         return given
     return None if launched_rank(options) else str(hydra.runtime.output_dir)
@@ -264,9 +270,12 @@ def _show(report: VerifyReport) -> VerifyReport:
     from hydra.types import RunMode
 
     print(report, flush=True)
-    is_program = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.RUN
-    if is_program and not report.passed:
-        sys.exit(1)
+    if HydraConfig.initialized() and not report.passed:
+        if HydraConfig.get().mode == RunMode.RUN:
+            sys.exit(1)
+        from trainer.sweeps import JobFailed
+
+        raise JobFailed("the verification did not pass")
     return report
 
 

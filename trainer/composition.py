@@ -1,16 +1,11 @@
-"""What Hydra composes for a run, and the check of it before Hydra makes a folder.
-
-On the command line a config is composed once without types, so that every mistake in it, wherever
-it was written, gets our message; then by Hydra, with types.
-"""
+"""What Hydra composes for a run, and what such a config must hold."""
 
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,27 +13,30 @@ from typing import TYPE_CHECKING, Any
 
 from trainer import migration
 from trainer.config import TrainerConfig
-from trainer.instantiate import check_targets
-from trainer.launcher import find_launcher
-from trainer.lock import check_free
-from trainer.options import option_fields
+from trainer.finding.options import FindLRConfig, FindMicroBatchSizeConfig
+from trainer.options import from_options, option_fields
 from trainer.planning.options import PlanConfig
-from trainer.run_dir import check_resume, check_writable, folder_of, slurm_run_dir
+from trainer.run_dir import check_resume, folder_of, slurm_run_dir
 
 if TYPE_CHECKING:
-    from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
 
 HYDRA_VERSION = "1.3"
-MODES = ("fit", "validate", "test", "predict", "verify", "plan")
-ONLY_IN = {"plan": "plan", "trainer.profile": "fit", "test": "fit"}  # keys, and the mode for them
+PRESETS = Path(__file__).parent / "conf"  # <group>/<name>.yaml
+OWN_OPTIONS: dict[str, type] = {  # of a mode: they stand below a key of its name
+    "plan": PlanConfig,
+    "find_lr": FindLRConfig,
+    "find_micro_batch_size": FindMicroBatchSizeConfig,
+}
+EVALUATING = ("validate", "test", "predict")
+MODES = ("fit", *EVALUATING, "verify", *OWN_OPTIONS)
 
 # The top level of every config, with its defaults; `task` and `data` come from the project.
 DEFAULTS: dict[str, Any] = {
     "task": None,
     "data": None,
     "mode": "fit",
-    "plan": asdict(PlanConfig()),
+    **{mode: asdict(options()) for mode, options in OWN_OPTIONS.items()},
     "test": False,
     "ckpt_path": None,
     "optimized_metric": None,
@@ -55,7 +53,7 @@ def register_configs(typed: bool = True) -> None:
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
-    from trainer.callbacks import EarlyStopping, default_callbacks
+    from trainer.callbacks import default_callbacks
     from trainer.loggers import default_loggers
 
     store = ConfigStore.instance().store
@@ -65,25 +63,29 @@ def register_configs(typed: bool = True) -> None:
         "callbacks": dict(_named_node(type(each)) for each in default_callbacks()),
         "logger": dict(_named_node(type(each)) for each in default_loggers()),
     }
-    for group, nodes in groups.items():
-        store(group=group, name="default", node=nodes)
+    for group in groups:
         # In place of the whole mapping, so that it drops the project's own as well.
         store(group=group, name="none", node={group: None}, package="_global_")
-    early_stopping = dict([_named_node(EarlyStopping, monitor="val/loss")])
-    store(group="callbacks", name="early_stopping", node=early_stopping)
+    for path in PRESETS.glob("*/*.yaml"):
+        store(group=path.parent.name, name=path.stem, node=OmegaConf.load(path))
     app = {
-        "defaults": [{"override /hydra/job_logging": "stdout"}, "_self_"],
+        "defaults": [
+            "_self_",
+            *({f"/{group}": []} for group in groups),  # so that +callbacks=... is taken, too
+            {"override /hydra/job_logging": "stdout"},
+        ],
         **DEFAULTS,
-        **({"plan": PlanConfig} if typed else {}),
+        **(OWN_OPTIONS if typed else {}),
         **groups,
         "hydra": {
             "run": {"dir": "${trainer_run_dir:${trainer.run_dir}}"},
             "output_subdir": "${trainer_hydra_dir:${mode}}",
+            "help": {"template": "${trainer_help:}"},
         },
     }
     store(name="trainer_app", node=app)
     resolver = OmegaConf.register_new_resolver
-    resolver("trainer_run_dir", _hydra_run_dir, use_cache=True, replace=True)
+    resolver("trainer_run_dir", hydra_run_dir, use_cache=True, replace=True)
     resolver("trainer_hydra_dir", _hydra_dir, replace=True)
 
 
@@ -110,7 +112,7 @@ def check_config(cfg: DictConfig) -> dict[str, Any]:
         )
     if not isinstance(cfg.get("test", False), bool):
         raise ValueError(f"test={cfg.test} is not allowed; it must be true or false")
-    if cfg.get("ckpt_path") is not None and cfg.get("mode", "fit") in ("fit", "verify", "plan"):
+    if cfg.get("ckpt_path") is not None and cfg.get("mode", "fit") not in EVALUATING:
         raise ValueError(
             f"ckpt_path={cfg.ckpt_path} with mode={cfg.get('mode', 'fit')}: it names the weights "
             "to validate, test or predict with; to go on from a checkpoint set trainer.resume, to "
@@ -131,10 +133,11 @@ def check_config(cfg: DictConfig) -> dict[str, Any]:
         check_resume(checked)
     except ValueError as mistake:
         raise ValueError(f"trainer: {mistake}") from None
-    try:
-        PlanConfig.from_options(_plain(cfg.get("plan"), "plan"))
-    except ValueError as mistake:
-        raise ValueError(f"plan: {mistake}") from None
+    for mode, own in OWN_OPTIONS.items():
+        try:
+            from_options(own, _plain(cfg.get(mode), mode))
+        except ValueError as mistake:
+            raise ValueError(f"{mode}: {mistake}") from None
     if cfg.get("ckpt_path") in ("best", "last") and checked.run_dir is None:
         raise ValueError(
             f"ckpt_path={cfg.ckpt_path} is looked for in run_dir, and this run has a new one; name "
@@ -145,143 +148,7 @@ def check_config(cfg: DictConfig) -> dict[str, Any]:
     return options
 
 
-def check_command_line(
-    folder: str, config_name: str, overrides: list[str], multirun: bool
-) -> int | None:
-    """Compose without types and check, for each single value of a sweep.
-
-    Returns:
-        This process's rank if a launcher started it as one of several.
-
-    Raises:
-        ValueError: With our message for what Hydra or `check_config` refuses.
-    """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    register_configs(typed=False)
-    try:
-        parsed = OverridesParser.create().parse_overrides(overrides)
-    except HydraException as error:
-        raise ValueError(str(error)) from None
-    _check_switched_off(parsed)
-    for variant in _variants(parsed, multirun):
-        try:
-            cfg = _compose(folder, config_name, variant)
-            options = check_config(cfg)
-            _check_effect(parsed, cfg.get("mode", "fit"))
-        except (HydraException, OmegaConfBaseException) as error:
-            raise ValueError(_explain(error, folder, config_name, variant)) from None
-        _check_groups(parsed, cfg, folder)
-        for key in ("task", "data", "trainer", "callbacks", "logger"):
-            node = cfg.get(key)
-            raw = OmegaConf.is_config(node)
-            check_targets(OmegaConf.to_container(node, resolve=False) if raw else node, key)
-        check_writable(options.get("run_dir") or slurm_run_dir() or _given_dir(parsed) or "outputs")
-        rank = launched_rank(options)
-        if cfg.get("mode") == "fit" and rank is None and not multirun:
-            check_free(Path(_hydra_run_dir(options.get("run_dir"))))
-        if cfg.get("mode") == "verify":
-            from trainer.verify.runs import check_can_start
-
-            check_can_start(TrainerConfig.from_options(options))
-        if multirun and rank is not None:
-            raise ValueError(
-                "--multirun under torchrun or srun: every rank would run a sweep of its own; start "
-                "the sweep without it, the Trainer starts the ranks of each job"
-            )
-    return rank
-
-
-def _compose(folder: str, config_name: str, overrides: list[str]) -> DictConfig:
-    from hydra import compose, initialize_config_dir
-
-    with initialize_config_dir(folder, version_base=HYDRA_VERSION):
-        return compose(config_name, overrides=overrides)
-
-
-def _variants(overrides: list[Override], multirun: bool) -> Iterator[list[str]]:
-    """Yield the overrides of one job at a time, so that each value of each sweep occurs once."""
-    choices = []
-    for override in overrides:
-        # An unknown option is to be added, so that it reaches our own check.
-        option = not (override.is_add() or override.is_force_add() or override.is_delete())
-        prefix = "++" if option and override.key_or_group.startswith(("trainer.", "plan.")) else ""
-        if multirun and override.is_discrete_sweep():
-            key = prefix + override.get_key_element()
-            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
-        elif not (multirun and override.is_sweep_override()):
-            choices.append([f"{prefix}{override.input_line}"])
-    first = [values[0] for values in choices]
-    yield first
-    for i, values in enumerate(choices):
-        for value in values[1:]:
-            yield [*first[:i], value, *first[i + 1 :]]
-
-
-def _explain(error: Exception, folder: str, config_name: str, overrides: list[str]) -> str:
-    """Name what was meant by a key that Hydra does not find."""
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-
-    key = str(getattr(error.__cause__, "full_key", ""))
-    culprit = [o for o in overrides if o.partition("=")[0] == key]
-    if not culprit:
-        return str(error)
-    others = [o for o in overrides if o not in culprit]
-    try:
-        cfg = _compose(folder, config_name, others)
-    except HydraException as another:
-        return _explain(another, folder, config_name, others)
-    parent, _, name = key.rpartition(".")
-    advice = None if parent else _slip(name, culprit[0].partition("=")[2], cfg)
-    if advice is None:
-        node = OmegaConf.select(cfg, parent) if parent else cfg
-        names = [str(n) for n in node] if isinstance(node, Mapping) else []
-        near = get_close_matches(name, names, n=1)
-        dotted = f"{parent}." if parent else ""
-        advice = f"did you mean {dotted}{near[0]}?" if near else f"there are: {', '.join(names)}."
-    return f"there is no key {key!r} in the config; {advice} (+{key}=... adds a key of your own)"
-
-
-def _check_switched_off(overrides: list[Override]) -> None:
-    """Say how to do without callbacks or loggers, for which Hydra has a message of its own."""
-    for override in overrides:
-        key = override.key_or_group
-        if key in ("callbacks", "logger") and override.value() in (None, False, []):
-            raise ValueError(f"{override.input_line}: to have none at all, write +{key}=none")
-
-
-def _check_effect(overrides: list[Override], mode: str) -> None:
-    """Refuse what another mode alone would do; in a file it may stand there for that mode."""
-    for override in overrides:
-        asked = override.key_or_group
-        only = ONLY_IN.get(asked) or ONLY_IN.get(asked.partition(".")[0], mode)
-        if only != mode and override.value() not in (None, False):
-            raise ValueError(
-                f"{override.input_line} with mode={mode} has no effect; set mode={only}, or leave "
-                "it out"
-            )
-
-
-def _check_groups(overrides: list[Override], cfg: DictConfig, folder: str) -> None:
-    """Refuse ``+group=name`` where there is no such group: Hydra makes it a key of its own."""
-    for override in overrides:
-        key = override.key_or_group
-        value = cfg.get(key)
-        meant = override.is_add() and not override.is_force_add() and isinstance(value, str)
-        if meant and re.fullmatch(r"[\w./-]+", value) and not _is_read(key, cfg):
-            groups = sorted(p.name for p in Path(folder).iterdir() if p.is_dir())
-            raise ValueError(
-                f"{override.input_line}: there is no config group {key!r}; there are: "
-                f"{', '.join([*groups, 'callbacks', 'logger'])}. A key of your own that no other "
-                f"refers to is added by +{override.input_line}"
-            )
-
-
-def _is_read(key: str, cfg: DictConfig) -> bool:
+def is_read(key: str, cfg: DictConfig) -> bool:
     """Whether `run` reads the key, or another key refers to it."""
     from omegaconf import OmegaConf
 
@@ -292,17 +159,17 @@ def _is_read(key: str, cfg: DictConfig) -> bool:
 def _check_top_level(cfg: DictConfig) -> None:
     """Refuse a key that looks like a slip; keys of the project's own pass."""
     for key in map(str, cfg):
-        if _is_read(key, cfg):
+        if is_read(key, cfg):
             continue
-        slip = _slip(key, cfg[key], cfg)
-        if slip:
+        advice = slip(key, cfg[key], cfg)
+        if advice:
             raise ValueError(
-                f"nothing reads the config's key {key!r}; {slip} A key of your own needs another "
+                f"nothing reads the config's key {key!r}; {advice} A key of your own needs another "
                 "name, or a key that refers to it"
             )
 
 
-def _slip(key: str, value: Any, cfg: DictConfig) -> str | None:
+def slip(key: str, value: Any, cfg: DictConfig) -> str | None:
     """Say what was probably meant by an unknown key at the top level."""
     if key in option_fields(TrainerConfig):
         return f"it is an option of the trainer: write trainer.{key}."
@@ -351,21 +218,8 @@ def _named_node(cls: type, **arguments: Any) -> tuple[str, dict[str, Any]]:
     return cls.__module__.rpartition(".")[2], {"_target_": target, **values}
 
 
-def launched_rank(options: Mapping[str, Any]) -> int | None:
-    """Return this process's rank if a launcher started it as one of several, else None."""
-    launcher, _ = find_launcher(options.get("launcher", "auto"), os.environ)
-    if launcher == "self":
-        return None
-    return int(os.environ.get("SLURM_PROCID" if launcher == "slurm" else "RANK", "0"))
-
-
-def _given_dir(overrides: list[Override]) -> str | None:
-    """Return the folder that Hydra is told to make, if that can be known before."""
-    values = [str(each.value()) for each in overrides if each.key_or_group == "hydra.run.dir"]
-    return values[-1] if values and "${" not in values[-1] else None
-
-
-def _hydra_run_dir(given: str | None) -> str:
+def hydra_run_dir(given: str | None) -> str:
+    """Return the folder that Hydra makes for a job that is not part of a sweep."""
     run_dir = given or slurm_run_dir() or time.strftime("outputs/%Y-%m-%d/%H-%M-%S")
     return str(folder_of(run_dir))
 

@@ -11,7 +11,11 @@ T = TypeVar("T")
 
 
 def instantiate_all(
-    spec: Any, kind: type[T], what: str, defaults: Callable[[], Sequence[T]]
+    spec: Any,
+    kind: type[T],
+    what: str,
+    defaults: Callable[[], Sequence[T]],
+    adopt: Callable[[Any], Any] = lambda built: built,
 ) -> list[T]:
     """Build the objects that ``spec`` stands for.
 
@@ -23,6 +27,7 @@ def instantiate_all(
         kind: What each must be.
         what: The option's name, for messages (``callbacks``).
         defaults: Makes the default objects.
+        adopt: Makes a ``kind`` of an object of another kind, and leaves others as they are.
 
     Raises:
         ValueError: If an entry is neither; says which one and what it is.
@@ -32,7 +37,8 @@ def instantiate_all(
     if spec is False:
         return []
     if isinstance(spec, Mapping) and not _is_node(spec):
-        return _build_all({f"{what}.{name}": entry for name, entry in spec.items()}, kind)
+        named = {f"{what}.{name}": entry for name, entry in spec.items()}
+        return _build_all(named, kind, adopt)
     if _is_node(spec) or not isinstance(spec, Sequence) or isinstance(spec, str):
         named = {what: spec}
     else:
@@ -41,7 +47,7 @@ def instantiate_all(
     classes = {type(default) for default in there}
     instead: dict[type[T], T] = {}
     beside: list[T] = []
-    for own in _build_all(named, kind):
+    for own in _build_all(named, kind, adopt):
         if type(own) in classes and type(own) not in instead:
             instead[type(own)] = own
         else:
@@ -49,9 +55,9 @@ def instantiate_all(
     return [instead.get(type(default), default) for default in there] + beside
 
 
-def _build_all(named: Mapping[str, Any], kind: type[T]) -> list[T]:
+def _build_all(named: Mapping[str, Any], kind: type[T], adopt: Callable[[Any], Any]) -> list[T]:
     return [
-        _build(entry, kind, name)
+        _build(entry, kind, name, adopt)
         for name, entry in named.items()
         if entry is not None and entry is not False
     ]
@@ -61,8 +67,8 @@ def _is_node(entry: Any) -> bool:
     return isinstance(entry, Mapping) and "_target_" in entry
 
 
-def _build(entry: Any, kind: type[T], name: str) -> T:
-    built = build_node(entry, name) if _is_node(entry) else entry
+def _build(entry: Any, kind: type[T], name: str, adopt: Callable[[Any], Any]) -> T:
+    built = adopt(build_node(entry, name)) if _is_node(entry) else entry
     if isinstance(built, kind):
         return built
     needed = f"a trainer.{kind.__name__}"

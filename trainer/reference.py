@@ -6,6 +6,7 @@ from typing import Any, get_type_hints
 
 from trainer.composition import MODES
 from trainer.config import CheckpointConfig, TrainerConfig
+from trainer.finding.options import FindLRConfig, FindMicroBatchSizeConfig
 from trainer.migration import RENAMED
 from trainer.options import allowed, option_fields, show
 from trainer.planning.options import PlanConfig
@@ -36,17 +37,18 @@ test: true
 | `task`, `data` | required, `null` | what is trained and on what: nodes with a `_target_` |
 | `trainer` | | the options below |
 | `callbacks`, `logger` | the default ones | name -> node with a `_target_`. `null` as a node \
-switches one off (`callbacks.progress=null`), `+callbacks=none` all of them; \
-`+callbacks=early_stopping` adds one |
+switches one off (`callbacks.progress=null`), `callbacks=none` all of them; \
+`callbacks=early_stopping` adds one, `callbacks=[one,other]` several |
 | `mode` | `fit` | {modes} |
-| `plan` | | the options of `mode=plan`, below |
+| `plan`, `find_lr`, `find_micro_batch_size` | | the options of these modes, below |
 | `test` | `false` | after fit, test the best weights |
 | `ckpt_path` | `null` | the weights to validate, test or predict with: `best`, `last` (of \
 `trainer.run_dir`), a path or a url |
-| `optimized_metric` | `null` | the metric that a sweeper gets |
+| `optimized_metric` | `null` | the metric that a sweeper gets, or a list of them |
 
 Keys of your own may stand beside these (`width: 64`, used as `${width}`). One that looks like a
-slip, such as `max_epochs` outside of `trainer`, is an error unless something refers to it.
+slip, such as `max_epochs` outside of `trainer`, is an error unless something refers to it. The
+[command line](hydra.md) goes from here to presets and sweeps.
 
 The folder of a run is `trainer.run_dir`, else `outputs/<date>/<time>`; with `--multirun` every job
 gets a folder below `hydra.sweep.dir`. Every rank uses rank 0's. The config is kept there in
@@ -64,6 +66,12 @@ def reference() -> str:
     lines += ["", "## Planning: `plan.*`", ""]
     lines += ["Options of `mode=plan`, and by the same names of `Trainer.plan`.", ""]
     lines += _table(PlanConfig, "")
+    lines += ["", "## Finding a learning rate: `find_lr.*`", ""]
+    lines += ["Options of `mode=find_lr`, and by the same names of `Trainer.find_lr`.", ""]
+    lines += _table(FindLRConfig, "")
+    lines += ["", "## Finding a micro-batch: `find_micro_batch_size.*`", ""]
+    lines += ["Likewise of `mode=find_micro_batch_size`."]
+    lines += ["", *_table(FindMicroBatchSizeConfig, "")]
     lines += ["", "## Names from other trainers", ""]
     lines += [
         "Lightning, Accelerate, the Hugging Face Trainer and torchrun call these otherwise.",
