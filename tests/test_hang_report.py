@@ -47,6 +47,16 @@ def test_the_limit_of_the_start_has_its_own_name() -> None:
     assert "start_timeout_s=600 allows no more" in told(of([0], starts), 300.0)
 
 
+def test_the_cause_may_be_on_another_machine() -> None:
+    here = of([2, 3], WAITS)
+    assert told(here, 30.0, elsewhere=[0, 1]).startswith(
+        "ranks 2, 3 waited too long for others in all_reduce #57 (2 tensors, 1.2 MB): the cause is "
+        "on another machine, which has ranks 0, 1, or in the network\n"
+    )
+    late = replace(LOADS, rank=3, pid=103)
+    assert told([WAITS, late], 30.0, elsewhere=[4]).startswith("rank 3 hangs loading data")
+
+
 def test_who_is_waited_for_may_not_be_late_itself() -> None:
     saves = replace(LOADS, phase=Phase.SAVING, seconds=4.0)
     others = of([1, 2], replace(WAITS, seconds=30.1))

@@ -92,6 +92,42 @@ def test_tasks_per_node_are_unfolded():
     assert slurm._tasks_per_node("2(x3),1") == [2, 2, 2, 1]
 
 
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"RANK": "3", "WORLD_SIZE": "4"}, "; not used: RANK=3, WORLD_SIZE=4 (unset them, or set "),
+        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"}, "; SLURM has 8 tasks for this job: srun st"),
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"}, ""),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, ""),
+        ({}, ""),
+    ],
+)
+def test_what_looks_like_a_launcher_and_is_none_is_told(env, said):
+    assert launcher._ignored(env).startswith(said)
+    assert bool(launcher._ignored(env)) == bool(said)
+
+
+def test_restarts_that_could_not_tell_are_refused(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    with pytest.raises(ValueError, match=r"--max-restarts=3 keeps nothing .*set run_dir=<folder>"):
+        joining._check_restarts(TrainerConfig())
+    joining._check_restarts(TrainerConfig(resume="auto"))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    joining._check_restarts(TrainerConfig())
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    joining._check_restarts(TrainerConfig())
+
+
+def test_machines_that_start_their_own_ranks_are_not_started_again(monkeypatch):
+    for name, value in (("MASTER_ADDR", "x"), ("MASTER_PORT", "1"), ("NODE_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    config = TrainerConfig(num_nodes=2, max_restarts=1, accelerator="cpu")
+    with pytest.raises(ValueError, match="max_restarts=1 with several machines that start their"):
+        launch(int, config=config)
+
+
 def test_several_machines_need_a_launcher():
     with pytest.raises(ValueError, match=r"torchrun --nnodes=2 --nproc-per-node=4 .*"):
         launch(int, config=TrainerConfig(devices=4, num_nodes=2, accelerator="cpu"))

@@ -37,14 +37,34 @@ def test_every_run_gets_a_new_folder(elsewhere, monkeypatch):
 def test_a_requeued_job_finds_its_folder_again(elsewhere, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "42")
     monkeypatch.setenv("SLURM_JOB_NAME", "mnist")
+    monkeypatch.setenv("SLURM_PROCID", "0")
     for resume in (None, "auto"):
         assert choose_run_dir(TrainerConfig(resume=resume)) == elsewhere / "runs/mnist-42"
     assert choose_run_dir(TrainerConfig(run_dir="own")) == elsewhere / "own"
 
 
+@pytest.mark.parametrize(
+    "shell",
+    [
+        {"SLURM_JOB_NAME": "interactive"},  # of salloc
+        {"SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290"},  # of salloc, on a node
+        {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_PTY_PORT": "40000"},  # srun --pty bash
+    ],
+)
+def test_every_run_in_a_shell_of_slurm_gets_a_new_folder(elsewhere, monkeypatch, shell):
+    for name, value in {"SLURM_JOB_ID": "42", **shell}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(time, "strftime", lambda _: "now")
+    found = [choose_run_dir(TrainerConfig()).name for _ in range(2)]
+    assert found == ["now", "now_1"]
+    with pytest.raises(ValueError, match="resume=auto looks for checkpoints in run_dir"):
+        choose_run_dir(TrainerConfig(resume="auto"))
+
+
 def test_a_task_of_an_array_has_its_own_folder(elsewhere, monkeypatch):
     # The job id of a task is SLURM's own affair; the place in the array is what stays.
     monkeypatch.setenv("SLURM_JOB_NAME", "a/b")
+    monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "42")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     for job in ("45", "99"):
@@ -63,6 +83,7 @@ def test_a_requeued_job_goes_on_by_itself(elsewhere, monkeypatch, capsys):
 
     monkeypatch.setenv("SLURM_JOB_ID", "42")
     monkeypatch.setenv("SLURM_JOB_NAME", "mnist")
+    monkeypatch.setenv("SLURM_PROCID", "0")
     train(9)  # what an earlier run left in a folder that is named
     (elsewhere / "runs/mnist-42").rename("named")
     train(2)

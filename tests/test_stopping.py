@@ -160,7 +160,7 @@ def test_a_slurm_job_is_queued_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "5")
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    monkeypatch.setenv("PATH", str(tmp_path))
     if script is not None:
         (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "scontrol").chmod(0o755)

@@ -5,11 +5,12 @@ What a rank then does is in ``trainer.py``.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -18,13 +19,16 @@ from trainer.callbacks import Callback, default_callbacks
 from trainer.compiling import compiled
 from trainer.config import TrainerConfig
 from trainer.contract import check_contract
-from trainer.data.module import DataModule, as_data_module
+from trainer.data.module import DataModule
 from trainer.determinism import deterministic_algorithms
 from trainer.guard import no_collectives
 from trainer.instantiate import instantiate_all
-from trainer.launcher import in_child, launch, starts_ranks
+from trainer.launcher import in_child, launch, starts_ranks, this_machine
+from trainer.lightning import adapted
 from trainer.loggers import Logger, default_loggers
+from trainer.loggers.lightning import adopt
 from trainer.notes import print_notes
+from trainer.options import from_options
 from trainer.run import FitResult
 from trainer.run_dir import choose_run_dir
 from trainer.seeding import seed_everything
@@ -34,8 +38,14 @@ from trainer.task import RunFacts, TaskModule
 from trainer.trainer import Training
 
 if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+    from trainer.finding.lr_report import LRReport
+    from trainer.finding.micro_batch_report import MicroBatchReport
     from trainer.planning.report import PlanReport
     from trainer.verify.report import VerifyReport
+
+    AnyTask: TypeAlias = TaskModule | LightningModule
 
 
 class Trainer:
@@ -62,7 +72,7 @@ class Trainer:
         self.config = TrainerConfig.from_options(options)
         self.run_config: Mapping[str, Any] = {"trainer": asdict(self.config)}
         self._callbacks = callbacks
-        self._logger = logger
+        self._logger = adopt(logger)
         self._state = TrainState()
         self._run_dir: Path | None = None
         if self.config.fast_dev_run:
@@ -73,26 +83,32 @@ class Trainer:
 
     def fit(
         self,
-        task: TaskModule,
-        data: DataModule | None = None,
+        task: AnyTask,
+        data: Any = None,
+        val_dataloaders: Any = None,
         *,
         train: Any = None,
         val: Any = None,
         test: Any = None,
         test_best: bool = False,
+        **spelled: Any,
     ) -> FitResult:
         """Train ``task``; it has the last weights afterwards.
 
         Args:
-            task: What to train.
-            data: Where the samples come from; or give datasets or loaders by name instead.
+            task: What to train: a `TaskModule`, or a LightningModule as it is.
+            data: Where the samples come from: a `DataModule` or LightningDataModule; or give
+                datasets or loaders by name instead. For a LightningModule also its loader.
+            val_dataloaders: The validation data, as Lightning's Trainer takes it.
             train: The training data.
             val: The validation data, or a dict of several.
             test: The test data.
             test_best: Whether to test the best checkpoint at the end, in the same launch.
+            spelled: Data as Lightning's Trainer takes it: ``datamodule``, ``train_dataloaders``.
 
         Returns:
-            The result; None on ranks other than 0 if a launcher such as torchrun started them.
+            The result; None on ranks other than 0 if a launcher such as torchrun started them,
+            and on machines other than the first if each starts its own ranks.
 
         Raises:
             ValueError: For a mistake in the task, the data or the options.
@@ -101,23 +117,27 @@ class Trainer:
             KeyboardInterrupt: After Ctrl-C, when the run is saved; after a second one at once.
         """
         self.config.check_limits()
-        module = as_data_module(data, train=train, val=val, test=test)
+        given = {"train": train, "val": val, "test": test}
+        spelled["val_dataloaders"] = val_dataloaders
+        task, module = adapted(task, data, "fit", self.config, given, spelled)
         result: FitResult = self._launch(self._fit, True, task, module, test_best)
         if result is not None:
             self._run_dir = result.run_dir
             # A signal may have come too late to stop the run; it ends this process all the same.
             number = stopping.received() or result.signal
             if number is not None:
-                stopping.end_process(number, result.step, result.last_checkpoint)
-        return result
+                tells = self._is_first_machine()
+                stopping.end_process(number, result.step, result.last_checkpoint, tells)
+        return result if self._is_first_machine() else None  # type: ignore[return-value]
 
     def validate(
         self,
-        task: TaskModule,
-        data: DataModule | None = None,
+        task: AnyTask,
+        data: Any = None,
         *,
         val: Any = None,
         ckpt_path: str | Path | None = None,
+        **spelled: Any,
     ) -> dict[str, float]:
         """Return the validation metrics (``val/loss``, ...) of ``task``.
 
@@ -126,8 +146,10 @@ class Trainer:
             data: Where the samples come from; or give ``val`` instead.
             val: The validation data, or a dict of several.
             ckpt_path: ``best``, ``last`` or a path; None for the weights as they are.
+            spelled: Data as Lightning's Trainer takes it: ``datamodule``, ``dataloaders``.
         """
-        module = as_data_module(data, val=val)
+        given = {"val": val}
+        task, module = adapted(task, data, "validate", self.config, given, spelled)
         found: dict[str, float] = self._launch(
             self._evaluate, ckpt_path is not None, task, module, "val", ckpt_path
         )
@@ -135,14 +157,16 @@ class Trainer:
 
     def test(
         self,
-        task: TaskModule,
-        data: DataModule | None = None,
+        task: AnyTask,
+        data: Any = None,
         *,
         test: Any = None,
         ckpt_path: str | Path | None = None,
+        **spelled: Any,
     ) -> dict[str, float]:
         """Return the test metrics (``test/loss``, ...); arguments as for `validate`."""
-        module = as_data_module(data, test=test)
+        given = {"test": test}
+        task, module = adapted(task, data, "test", self.config, given, spelled)
         found: dict[str, float] = self._launch(
             self._evaluate, ckpt_path is not None, task, module, "test", ckpt_path
         )
@@ -150,12 +174,13 @@ class Trainer:
 
     def predict(
         self,
-        task: TaskModule,
-        data: DataModule | None = None,
+        task: AnyTask,
+        data: Any = None,
         *,
         predict: Any = None,
         ckpt_path: str | Path | None = None,
         output_dir: str | Path | None = None,
+        **spelled: Any,
     ) -> Any:
         """Return ``task.predict`` of every sample, in dataset order.
 
@@ -166,16 +191,18 @@ class Trainer:
             ckpt_path: ``best``, ``last`` or a path; None for the weights as they are.
             output_dir: Write one file per micro-batch there instead, named by position, and
                 return the folder: for predictions that do not fit into memory.
+            spelled: Data as Lightning's Trainer takes it: ``datamodule``, ``dataloaders``.
         """
-        module = as_data_module(data, predict=predict)
+        given = {"predict": predict}
+        task, module = adapted(task, data, "predict", self.config, given, spelled)
         return self._launch(
             self._predict, ckpt_path is not None, task, module, ckpt_path, output_dir
         )
 
     def verify(
         self,
-        task: TaskModule,
-        data: DataModule | None = None,
+        task: AnyTask,
+        data: Any = None,
         *,
         train: Any = None,
         val: Any = None,
@@ -203,14 +230,15 @@ class Trainer:
         """
         from trainer.verify.verification import verify
 
+        given = {"train": train, "val": val}
+        task, module = adapted(task, data, "fit", self.config, given, {})
         check_contract(task, to_fit=True)
-        module = as_data_module(data, train=train, val=val)
         return verify(self.config, self._on_rank, task, module, steps)
 
     def plan(
         self,
-        task: TaskModule,
-        data: DataModule | None = None,
+        task: AnyTask,
+        data: Any = None,
         *,
         train: Any = None,
         val: Any = None,
@@ -238,11 +266,85 @@ class Trainer:
         from trainer.planning.options import PlanConfig
         from trainer.planning.planning import plan
 
-        config = PlanConfig.from_options(options)
+        config = from_options(PlanConfig, options)
+        given = {"train": train, "val": val}
+        task, module = adapted(task, data, "fit", self.config, given, {})
         check_contract(task, to_fit=True)
-        module = as_data_module(data, train=train, val=val)
         measured = self._launch(measure, False, task, module, self.config, config.steps)
         return None if measured is None else plan(measured, self.config, config)
+
+    def find_lr(
+        self, task: AnyTask, data: Any = None, *, train: Any = None, val: Any = None, **options: Any
+    ) -> LRReport | None:
+        """Train a few steps with a learning rate that rises, to see where the loss falls fastest.
+
+        ``task`` has its own weights afterwards. The report is also written to ``find_lr.json`` and
+        ``find_lr.png`` in the run's folder.
+
+        Args:
+            task: What a fit would train.
+            data: Where the samples come from; or give ``train`` instead.
+            train: The training data.
+            val: The validation data of that fit; it is not used.
+            options: Any option of `FindLRConfig` (``min_lr``, ``max_lr``, ``steps``, ...).
+
+        Returns:
+            The curve and the ``suggestion``, also as text; None on ranks other than 0 if a
+            launcher started them.
+
+        Raises:
+            ValueError: If the task is incomplete, or has no learning rate to sweep.
+        """
+        from trainer.finding.learning_rate import find_lr
+        from trainer.finding.options import FindLRConfig
+
+        config = from_options(FindLRConfig, options)
+        report: LRReport | None = self._find(find_lr, task, data, train, val, config)
+        return report
+
+    def find_micro_batch_size(
+        self, task: AnyTask, data: Any = None, *, train: Any = None, val: Any = None, **options: Any
+    ) -> MicroBatchReport | None:
+        """Try how many samples a rank can take at once, on all ranks: the smallest one decides.
+
+        ``task`` has its own weights afterwards. The report is also written to
+        ``find_micro_batch_size.json`` in the run's folder.
+
+        Args:
+            task: What a fit would train.
+            data: Where the samples come from; or give ``train`` instead.
+            train: The training data.
+            val: The validation data of that fit; it is not used.
+            options: Any option of `FindMicroBatchSizeConfig` (``memory_limit_mb``).
+
+        Returns:
+            What to write in the config, also as text; None on ranks other than 0 if a launcher
+            started them.
+
+        Raises:
+            ValueError: If the task is incomplete, if its micro-batches cannot be tried apart from
+                other ranks, or if there is no limit to find.
+        """
+        from trainer.finding.micro_batch import find_micro_batch_size
+        from trainer.finding.options import FindMicroBatchSizeConfig
+
+        config = from_options(FindMicroBatchSizeConfig, options)
+        report: MicroBatchReport | None = self._find(
+            find_micro_batch_size, task, data, train, val, config
+        )
+        return report
+
+    def _find(
+        self, job: Callable[..., Any], task: AnyTask, data: Any, train: Any, val: Any, options: Any
+    ) -> Any:
+        """Return the report of a finder, which is written where the results are this process's."""
+        given = {"train": train, "val": val}
+        task, module = adapted(task, data, "fit", self.config, given, {})
+        check_contract(task, to_fit=True)
+        report: Any = self._launch(job, False, task, module, self.config, options)
+        if report is not None:
+            report.write()
+        return report
 
     def _launch(
         self, job: Callable[..., Any], changes_weights: bool, task: TaskModule, *args: Any
@@ -270,10 +372,15 @@ class Trainer:
         result, weights = outcome
         if weights is not None:
             task.load_state_dict(weights)
-        return result
+        return result if is_fit or self._is_first_machine() else None
 
     def _on_rank(
-        self, job: Callable[..., Any], changes_weights: bool, task: TaskModule, *args: Any
+        self,
+        job: Callable[..., Any],
+        changes_weights: bool,
+        task: TaskModule,
+        data: DataModule,
+        *args: Any,
     ) -> tuple[Any, dict[str, Any] | None]:
         """Run a job on a rank; return the weights too if the caller has another process."""
         matmul_precision = torch.get_float32_matmul_precision()
@@ -281,12 +388,23 @@ class Trainer:
             torch.set_float32_matmul_precision(self.config.matmul_precision or matmul_precision)
             exact = deterministic_algorithms() if self.config.reproducible else nullcontext()
             with exact, compiled(task, self.config):
-                result = job(task, *args)
+                result = job(task, data, *args)
+        except BaseException as error:
+            task._end(error)
+            data._end(error)
+            raise
         finally:
             torch.set_float32_matmul_precision(matmul_precision)
             task.run = RunFacts()
-        travels = changes_weights and in_child() and distributed.rank() == 0
+        task._end(None)
+        data._end(None)
+        travels = changes_weights and in_child() and distributed.local_rank() == 0
         return result, task.state_dict() if travels else None
+
+    def _is_first_machine(self) -> bool:
+        """Whether the results are this process's: rank 0 is on its machine, or it is a rank."""
+        machine = None if in_child() else this_machine(self.config)
+        return machine is None or machine.rank == 0
 
     def _where(self) -> str:
         return f"step {self._state.step}"
@@ -300,7 +418,8 @@ class Trainer:
         logger = self._logger if is_first and not self.config.fast_dev_run else False
         with no_collectives("the making of callbacks and loggers"):
             callbacks = instantiate_all(callback, Callback, "callbacks", default_callbacks)
-            loggers = instantiate_all(logger, Logger, "logger", default_loggers)
+            loggers = instantiate_all(logger, Logger, "logger", default_loggers, adopt)
+        run_config = {**self.run_config, **task._config()}
         session = Session(self.config, task, data)
         startup.note("prepare")
         self._state = TrainState()
@@ -310,9 +429,12 @@ class Trainer:
             callbacks,
             loggers,
             run_dir or choose_run_dir(self.config),
-            self.run_config,
+            run_config,
             test_best,
         )
+        training.view.run_config = run_config
+        hosts = distributed.gather_object(socket.gethostname())
+        training.view.hosts = list(dict.fromkeys(hosts or ()))
         startup.note("set up")
         print_notes(task, training.plan, self.config)
         # A rank that was started here has noted signals from its start.

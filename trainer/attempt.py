@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
+from trainer import slurm
+
 
 class Attempt(NamedTuple):
     """One start of the ranks.
@@ -50,9 +52,12 @@ def enter(attempt: Attempt) -> None:
 def slurm_job() -> str | None:
     """Return the id of the SLURM job that this process is part of, the same after a requeue.
 
-    A task of an array is named by its place there, as SLURM itself does: ``17_3``.
+    A task of an array is named by its place there, as SLURM itself does: ``17_3``. In a shell that
+    SLURM has given there is no such job.
     """
     env = os.environ
+    if slurm.is_shell(env):
+        return None
     if "SLURM_ARRAY_JOB_ID" in env and "SLURM_ARRAY_TASK_ID" in env:
         return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
     return env.get("SLURM_JOB_ID")

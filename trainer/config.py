@@ -75,7 +75,8 @@ class TrainerConfig:
     num_nodes: int = option(
         1,
         "Machines. More than one need a launcher (torchrun, srun), which decides how many there "
-        "are; a run that finds another number than this says so.",
+        "are; a run that finds another number than this says so. Or each starts its own ranks, "
+        "and is told by MASTER_ADDR, MASTER_PORT and NODE_RANK who the others are.",
         at_least=1,
     )
     accelerator: str = option(
@@ -206,6 +207,13 @@ class TrainerConfig:
         "`micro_batch_size`, which must be given. `num_threads=auto` then is 1.",
     )
     log_every_n_steps: int = option(50, "Steps between two log events.", at_least=1)
+    statistics: list[str] = option(  # noqa: RUF009
+        [],
+        "What to log of the steps that are logged, over all and by module: `gradients` "
+        "(`train/grad_norm`, before clipping), `weights` (`train/weight_norm`), `updates` "
+        "(`train/update_ratio`: the norm of a step's change over that of the weights).",
+        choices=("gradients", "weights", "updates"),
+    )
     validate_every_n_steps: int | None = option(
         None, "Validate every so many steps; null: not by steps.", at_least=1
     )
@@ -258,8 +266,8 @@ class TrainerConfig:
     )
     init_from: str | None = option(
         None,
-        "Start a new run from these weights: a checkpoint or a `.safetensors` file, or the url of "
-        "one. A checkpoint "
+        "Start a new run from these weights: a checkpoint, a `.safetensors` file, a `.ckpt` of "
+        "Lightning, or the url of one. A checkpoint "
         "that `resume` finds comes first.",
     )
     timeout_s: float = option(
@@ -284,9 +292,11 @@ class TrainerConfig:
     )
     profile: str | None = option(
         None,
-        "`startup`: after the first step of a fit, say where the time since the start of the "
-        "program went; after a restart, since that.",
+        "`10-14`: trace these steps of a fit by torch.profiler, into a file per rank. `startup`: "
+        "after the first step, say where the time since the start of the program went; after a "
+        "restart, since that.",
         choices=("startup",),
+        form=("steps such as 10-14", r"[1-9]\d*(-[1-9]\d*)?"),
     )
     num_threads: int | str = option(
         "auto",
@@ -307,12 +317,17 @@ class TrainerConfig:
         self.run_dir = _plain_path(self.run_dir)
         self.resume = _plain_path(self.resume)
         self.init_from = _plain_path(self.init_from)
-        if isinstance(self.accept_changes, tuple):
-            self.accept_changes = list(self.accept_changes)
+        for name in ("accept_changes", "statistics"):
+            if isinstance(given := getattr(self, name), tuple):
+                setattr(self, name, list(given))
         if isinstance(self.checkpoint, Mapping):
             self.checkpoint = _build(CheckpointConfig, self.checkpoint, "checkpoint.")
+        if isinstance(self.profile, int) and not isinstance(self.profile, bool):
+            self.profile = str(self.profile)  # a single step
         _check_strategy(self.strategy)
         check_fields(self)
+        if self.profiled_steps is not None and not self.profiled_steps:
+            raise ValueError(f"profile={self.profile}: the first step comes before the last one")
         check_pairs(self)
 
     @classmethod
@@ -338,6 +353,14 @@ class TrainerConfig:
     def uses_powersgd(self) -> bool:
         """Whether ``comm_hook`` is PowerSGD, alone or with something around it."""
         return self.comm_hook is not None and self.comm_hook.startswith("powersgd")
+
+    @property
+    def profiled_steps(self) -> range | None:
+        """The steps that ``profile`` asks to be traced; None for none."""
+        if self.profile is None or self.profile == "startup":
+            return None
+        first, _, last = self.profile.partition("-")
+        return range(int(first), int(last or first) + 1)
 
     @property
     def timeouts_s(self) -> tuple[float, float]:

@@ -29,6 +29,7 @@ from torch.distributed.distributed_c10d import (
 from trainer.failures import Failure
 from trainer.forking import fork_safely
 from trainer.guard import no_collectives
+from trainer.meeting import no_network
 from trainer.watch import Phase, watch
 
 T = TypeVar("T")
@@ -134,14 +135,22 @@ def setup(
         # What NCCL would write into files of its own is in the report on a hang.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     set_timeouts(timeouts_s)
-    dist.init_process_group(
-        backends(kind),
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=_collective_timeout(),
-        device_id=device_id,
-    )
+    problem = None
+    try:
+        dist.init_process_group(
+            backends(kind),
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=_collective_timeout(),
+            device_id=device_id,
+        )
+    except RuntimeError as error:
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":
+            raise
+        problem = no_network(error)
+    if problem is not None:  # raised here, where torch's error is not its cause: it is its own
+        raise problem
 
 
 def new_group(backend: str | None = None) -> dist.ProcessGroup:

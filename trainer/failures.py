@@ -196,6 +196,15 @@ def unanswered(silent: set[int], told_by: Failure) -> Exception:
     return named
 
 
+def ended_elsewhere(told_by: Failure) -> RankError:
+    """Return the error where all ranks of this machine only tell of those of another one."""
+    said = told_by.message.partition(": ")[2].splitlines()[0]
+    return RankError(
+        f"rank {told_by.rank} ends because a rank on another machine did, or the network between "
+        f"them broke; look there for the cause ({said})"
+    )
+
+
 def _pickle(error: BaseException) -> bytes | None:
     """Return ``error`` as bytes that load again, or None."""
     import cloudpickle

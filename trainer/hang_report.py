@@ -12,19 +12,31 @@ from trainer.rank_report import RankReport
 _MOST_STACKS = 3
 
 
-def told(reports: Sequence[RankReport], timeout_s: float, absent: Sequence[int] = ()) -> str:
+def told(
+    reports: Sequence[RankReport],
+    timeout_s: float,
+    absent: Sequence[int] = (),
+    elsewhere: Sequence[int] = (),
+) -> str:
     """Say which rank hangs, in the first line; then where, and what the others wait for.
 
     Args:
         reports: Of all ranks that report, or that can be seen from outside.
         timeout_s: The limit once a step is done; a report with another one is of the start.
         absent: The other ranks.
+        elsewhere: Those of other machines, which nobody here could ask.
     """
     to_blame = [report for report in reports if report.waits_for is None]
     to_blame = [report for report in to_blame if report.is_late] or to_blame
     headlines = [f"{_ranks(absent)} did not answer: stopped, gone, or without the GIL"]
     if to_blame or not absent:
         accused = _accused(to_blame, reports, timeout_s) if to_blame else _entangled(reports)
+        if elsewhere and not to_blame:
+            here = _ranks(_numbers(reports))
+            accused = (
+                f"{here} waited too long for others in {reports[0].waits_for}: the cause is on "
+                f"another machine, which has {_ranks(elsewhere)}, or in the network"
+            )
         headlines = [accused, *(headlines if absent else [])]
     lines = ["; ".join(headlines)]
     shown = to_blame or ([] if absent else reports)

@@ -8,27 +8,25 @@ import importlib
 import os
 import sys
 import time
-import uuid
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
 
 from trainer import attempt, children, distributed, flight_recorder, slurm, startup
 from trainer.attempt import Attempt
 from trainer.config import TrainerConfig
 from trainer.failures import follows_from_another
+from trainer.meeting import Meeting, has_agent_store, meet
 from trainer.messages import counted
 from trainer.rank import LINGER_S
 from trainer.starting import num_threads, threads_per_rank
 from trainer.watching import watching_each_other
 
 _jobs = 0  # calls of run_as_rank: the same number on every rank, and at every attempt
+_meeting: Meeting | None = None
 
 
 def run_as_rank(
@@ -39,15 +37,18 @@ def run_as_rank(
     kind: str,
     launcher: str,
     reason: str,
+    can_stop: bool,
 ) -> Any:
     """Run the job in a rank that somebody else started. The group stays up for the next call."""
     if launcher != "script":
         _settle()
-    attempt.enter(_attempt(launcher))
     if launcher == "slurm":
         os.environ.update(slurm.torchrun_env(os.environ))
     if kind == "cuda":
         _check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if launcher == "torchrun" and can_stop:
+        _check_restarts(config)
+    attempt.enter(_attempt(launcher, config))
     if distributed.is_initialized():
         _check_group(kind)  # the script's own, or ours from the last call
         distributed.set_timeouts(config.timeouts_s)
@@ -86,22 +87,37 @@ def _settle() -> None:
         janitor.watch([os.getpid()])
 
 
-def _attempt(launcher: str) -> Attempt:
+def _attempt(launcher: str, config: TrainerConfig) -> Attempt:
     """Say which attempt of which launch the next job belongs to."""
     global _jobs
     _jobs += 1
-    # The agent's store outlives the ranks; without it nobody could tell one launch from another.
-    if launcher != "torchrun" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return Attempt()
-    return Attempt(f"{_launch()}-{_jobs}", int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
+    if launcher != "torchrun" or not has_agent_store():
+        return Attempt()  # nobody could tell one launch from another
+    met = _met(config)
+    return Attempt(f"{met.launch}-{_jobs}", met.number)
 
 
-@functools.cache
-def _launch() -> str:
-    """Return the name that the first rank of the first attempt gave to its launch."""
-    store = next(rendezvous("env://"))[0]
-    name: bytes = store.compare_set("trainer/launch", "", uuid.uuid4().hex)
-    return name.decode()
+def _met(config: TrainerConfig) -> Meeting:
+    """Meet the other ranks, once in the life of this process."""
+    global _meeting
+    if _meeting is None:
+        _meeting = meet(config.timeouts_s[1])
+    return _meeting
+
+
+def _check_restarts(config: TrainerConfig) -> None:
+    """Refuse that torchrun starts ranks again which could not tell that they are not the first.
+
+    Raises:
+        ValueError: Saying what to give.
+    """
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts != "0" and not has_agent_store() and config.resume != "auto":
+        raise ValueError(
+            f"torchrun --max-restarts={restarts} keeps nothing between its attempts here "
+            "(TORCHELASTIC_USE_AGENT_STORE is not True), so each would begin anew; set run_dir="
+            "<folder> and resume=auto, by which it finds its checkpoints"
+        )
 
 
 def _check_devices(local_world_size: int) -> None:
@@ -153,11 +169,8 @@ def _join_group(kind: str, config: TrainerConfig) -> None:
     # Torch's compiler imports this; the first import while there is a group keeps it for ever, and
     # its threads can abort a process that ends while they still hold a tensor.
     importlib.import_module("torch.distributed.nn")
-    timeout = timedelta(seconds=config.timeouts_s[1])
-    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    # Ranks that torchrun restarts meet an old store, with the addresses of their dead predecessors.
-    number = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"attempt/{number}", store)
+    store = _met(config).store
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     distributed.setup(store, rank, world_size, kind, config.timeouts_s)
     atexit.register(distributed.teardown)
 

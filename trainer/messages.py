@@ -1,8 +1,19 @@
-"""Wording that messages share."""
+"""Warnings, and wording that messages share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
+
+hearers: list[Callable[[str], None]] = []
+"""Who is told of every warning, beside whoever reads stderr."""
+
+
+def warn(text: str) -> None:
+    """Warn, on stderr, of something without which training goes on."""
+    print(f"WARNING: {text}", file=sys.stderr, flush=True)
+    for hear in list(hearers):
+        hear(text)
 
 
 def listed(names: Iterable[str], most: int = 8) -> str:

@@ -32,6 +32,8 @@ from trainer.attempt import Attempt
 from trainer.compiling import renew_threads
 from trainer.failures import Failure, RankError
 from trainer.lazy_dynamo import defer_dynamo
+from trainer.machines import Machine
+from trainer.meeting import meet
 from trainer.sending import MAKE_ROOM, receive, refused_by_system
 from trainer.watch import Phase, watch
 
@@ -48,10 +50,10 @@ _is_rank = False
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of one launch: what each has to know of it.
+    """The ranks of one launch on this machine: what each has to know of it.
 
     Attributes:
-        world_size: The number of ranks.
+        count: How many there are.
         kind: ``"cpu"`` or ``"cuda"``.
         num_threads: Threads per rank; None leaves torch's own choice.
         timeouts_s: The longest that a rank may stay in one phase, once it has done a step, and
@@ -62,9 +64,10 @@ class Group:
         can_stop: Whether they stop, saved, when a signal asks them to.
         caller_listens: Whether the parent handles the signals that ask to stop.
         attempt: Which start of the ranks this is.
+        machine: This one among several; None if it is the only one.
     """
 
-    world_size: int
+    count: int
     kind: str
     num_threads: int | None
     timeouts_s: tuple[float, float]
@@ -74,6 +77,17 @@ class Group:
     can_stop: bool = False
     caller_listens: bool = False
     attempt: Attempt = Attempt()  # noqa: RUF009 - immutable
+    machine: Machine | None = None
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks, those of other machines included."""
+        return self.count * (1 if self.machine is None else self.machine.count)
+
+    @property
+    def first_rank(self) -> int:
+        """The number of the first rank of this machine."""
+        return 0 if self.machine is None else self.count * self.machine.rank
 
 
 @dataclass(frozen=True)
@@ -97,7 +111,7 @@ def in_child() -> bool:
 
 
 def result_path(group: Group) -> Path:
-    """Where rank 0 leaves its result for the caller."""
+    """Where the first rank of this machine leaves its result for the caller."""
     return Path(group.folder, "result")
 
 
@@ -107,7 +121,7 @@ def work_path(path: str | Path) -> str:
 
 
 def forked_rank(number: int, group: Group, work: Work, listener: socket.socket) -> NoReturn:
-    """Be rank ``number``, as a fork of the caller."""
+    """Be rank ``number`` of this machine, as a fork of the caller."""
     # What is there already would be searched for garbage, and its pages copied for that.
     gc.freeze()
     listener.close()
@@ -131,16 +145,16 @@ def fresh_rank(path: str) -> NoReturn:
 def _run_rank(number: int, group: Group, load: Callable[[], Work]) -> None:
     store = TCPStore(HOST, group.port, is_master=False)  # to report, also while the group waits
     asked = TCPStore(HOST, group.port, is_master=False)
-    watching.report_when_asked(number, Path(group.folder), asked)
+    watching.report_when_asked(number, group.first_rank, Path(group.folder), asked)
     work = None
     startup.note("launch")
     try:
         work = load()
         if group.num_threads is not None:
             torch.set_num_threads(group.num_threads)
-        group_store = PrefixStore("group", TCPStore(HOST, group.port, is_master=False))
         if group.world_size > 1:
-            distributed.setup(group_store, number, group.world_size, group.kind, group.timeouts_s)
+            rank, world_size = group.first_rank + number, group.world_size
+            distributed.setup(_group_store(group), rank, world_size, group.kind, group.timeouts_s)
         else:
             distributed.set_timeouts(group.timeouts_s)
         startup.note("join")
@@ -153,13 +167,22 @@ def _run_rank(number: int, group: Group, load: Callable[[], Work]) -> None:
                 if reason is None:
                     raise
                 raise RankError(
-                    f"the result of rank 0 cannot be written to {group.folder}: {reason}; "
-                    f"{MAKE_ROOM}"
+                    f"the result of rank {group.first_rank} cannot be written to "
+                    f"{group.folder}: {reason}; {MAKE_ROOM}"
                 ) from error
         flush()
-        _wait_for_all(store, group.world_size)
+        if group.machine is not None:
+            distributed.wait_for_first_rank()
+        _wait_for_all(store, group.count)
     except BaseException as error:
-        _fail(error, number, work, store)
+        _fail(error, group.first_rank + number, work, store)
+
+
+def _group_store(group: Group) -> Store:
+    """Return the store through which the ranks find each other."""
+    if group.machine is None:
+        return PrefixStore("group", TCPStore(HOST, group.port, is_master=False))
+    return meet(group.timeouts_s[1]).store
 
 
 def _leave(number: int, timeout_s: float) -> NoReturn:
@@ -232,11 +255,11 @@ def _fail(error: BaseException, number: int, work: Work | None, store: Store) ->
     os._exit(1)
 
 
-def _wait_for_all(store: Store, world_size: int) -> None:
-    """Keep this rank's connections open until the slowest rank has finished its work."""
+def _wait_for_all(store: Store, count: int) -> None:
+    """Keep this rank's connections open until the machine's slowest rank has finished its work."""
     watch.limit_s = math.inf
     watch.enter(Phase.DONE)
-    if store.add("done", 1) == world_size:
+    if store.add("done", 1) == count:
         store.set("all done", "")
     store.wait(["all done"], timedelta(days=365))
 

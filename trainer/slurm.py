@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 VARIABLES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_JOB_ID")
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM's numbers for the batch script, an interactive shell, ...
+_INTERACTIVE_STEP = 0xFFFFFFFA
 
 
 def is_srun_task(env: Mapping[str, str]) -> bool:
@@ -22,6 +23,24 @@ def is_srun_task(env: Mapping[str, str]) -> bool:
         and "SLURM_PTY_PORT" not in env
         and int(env.get("SLURM_STEP_NUM_TASKS", env["SLURM_NTASKS"])) > 1
     )
+
+
+def is_shell(env: Mapping[str, str]) -> bool:
+    """Whether this is a shell in an allocation (salloc, ``srun --pty``), or started from one.
+
+    Nobody queues it again, and one run after another is started there.
+    """
+    step = env.get("SLURM_STEP_ID", "")
+    return (
+        "SLURM_PROCID" not in env
+        or "SLURM_PTY_PORT" in env
+        or (step.isdigit() and int(step) == _INTERACTIVE_STEP)
+    )
+
+
+def num_tasks(env: Mapping[str, str]) -> int:
+    """Return how many tasks the allocation has of which this program is no task; 0 if it is one."""
+    return 0 if is_srun_task(env) else int(env.get("SLURM_NTASKS", "0"))
 
 
 def torchrun_env(env: Mapping[str, str]) -> dict[str, str]:

@@ -21,6 +21,7 @@ import torch
 from trainer import startup
 from trainer.config import TrainerConfig
 from trainer.forking import wait_for_rest
+from trainer.machines import Machine
 from trainer.rank import HANDLED_SIGNALS, HOST, Group, Work, forked_rank, work_path
 from trainer.sending import send
 
@@ -126,7 +127,7 @@ def start(group: Group, method: str, work: Work, listener: socket.socket) -> PCo
     entrypoint: Callable[..., None] | str
     arguments: dict[int, tuple[Any, ...]]
     environment: dict[str, str] = {}
-    numbers = range(group.world_size)
+    numbers = range(group.count)
     # They wait until a rank has its own handlers: it must not run the caller's, nor die of them.
     signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
     if method == "fork":
@@ -159,15 +160,16 @@ def start(group: Group, method: str, work: Work, listener: socket.socket) -> PCo
 
 def _environment(group: Group, number: int) -> dict[str, str]:
     """Return the variables that torchrun would set too; users' code and libraries read them."""
+    machine = group.machine or Machine(0, 1, HOST, group.port)
     return {
-        "RANK": str(number),
+        "RANK": str(group.first_rank + number),
         "WORLD_SIZE": str(group.world_size),
         "LOCAL_RANK": str(number),
-        "LOCAL_WORLD_SIZE": str(group.world_size),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": HOST,
-        "MASTER_PORT": str(group.port),
+        "LOCAL_WORLD_SIZE": str(group.count),
+        "GROUP_RANK": str(machine.rank),
+        "GROUP_WORLD_SIZE": str(machine.count),
+        "MASTER_ADDR": machine.address,
+        "MASTER_PORT": str(machine.port),
         "TORCHELASTIC_RESTART_COUNT": str(group.attempt.number),
     }
 

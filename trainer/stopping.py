@@ -92,7 +92,8 @@ def received() -> signal.Signals | None:
 
 def all_know() -> bool:
     """Whether a signal has come to this rank, and so to all of them: another may still be on."""
-    return _received is not None and (distributed.world_size() == 1 or _parent is not None)
+    is_shared = _parent is not None and distributed.local_world_size() == distributed.world_size()
+    return _received is not None and (distributed.world_size() == 1 or is_shared)
 
 
 def check() -> None:
@@ -197,7 +198,9 @@ def held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def end_process(number: signal.Signals, step: int, saved: Path | None) -> NoReturn:
+def end_process(
+    number: signal.Signals, step: int, saved: Path | None, tells: bool = True
+) -> NoReturn:
     """End as the signal wants it, after all is saved: by Ctrl-C's exception, or exit code 143.
 
     Under SLURM, SIGUSR1 (``--signal=USR1@90``) also asks for the job to be queued again; after a
@@ -207,9 +210,10 @@ def end_process(number: signal.Signals, step: int, saved: Path | None) -> NoRetu
         number: The signal.
         step: Where the run stopped.
         saved: Its newest checkpoint.
+        tells: Whether this process speaks for the run, if it is no rank, or rank 0.
     """
     forget()
-    if distributed.rank() == 0:
+    if tells and distributed.rank() == 0:
         checkpoint = "no checkpoint" if saved is None else f"checkpoint: {saved}"
         print(f"stopped by {number.name} at step {step}; {checkpoint}", file=sys.stderr)
         if number == signal.SIGUSR1 and "SLURM_JOB_ID" in os.environ:

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 MOST_HOSTS = 64
@@ -89,6 +90,7 @@ class Network:
             _remove_stale()
             self._build()
             self.limit(self.mbit)
+            self._etc = self._names(Path(stack.enter_context(tempfile.TemporaryDirectory())))
             self._stack = stack.pop_all()
         return self
 
@@ -144,7 +146,7 @@ class Network:
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.getenv("PYTHONPATH")])]),
             "GLOO_SOCKET_IFNAME": "eth0",
             "NCCL_SOCKET_IFNAME": "eth0",
-            "MASTER_ADDR": _address(0),
+            "MASTER_ADDR": address(0),
             "MASTER_PORT": str(_FIRST_PORT + next(self._runs)),
             "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
             "TORCHELASTIC_RESTART_COUNT": "0",
@@ -182,6 +184,49 @@ class Network:
                 )
             return texts
 
+    def popen(
+        self,
+        host: int,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        disks: Mapping[Path, Path] | None = None,
+        **options: Any,
+    ) -> subprocess.Popen[Any]:
+        """Start one program in a host; it is killed, at the latest, when the network is removed.
+
+        The host is named ``host0``, ``host1``, ..., and knows the others by these names.
+
+        Args:
+            host: Which.
+            command: A program and its arguments.
+            env: Variables to set besides.
+            disks: Folders that this program, and what it starts, finds elsewhere: what lies at the
+                first path is, for them, what lies at the second.
+            options: Of `subprocess.Popen`.
+        """
+        mounts = {Path("/etc", own.name): own for own in self._etc} | (disks or {})
+        steps = [f"mount --bind {own} {path}" for path, own in mounts.items()]
+        steps += [f"echo host{host} > /proc/sys/kernel/hostname", 'exec "$@"']
+        inside = ["unshare", "--uts", "sh", "-ec", "\n".join(steps), "sh", *command]
+        set_ = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self._host(host), *inside],
+            env=os.environ | set_ | (env or {}),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            **options,
+        )
+
+    def kill(self, host: int) -> None:
+        """Kill all that runs in a host, at once, as when it loses its power."""
+        _kill_in(self._host(host))
+
+    def connect(self, host: int, connected: bool) -> None:
+        """Pull a host's cable out of the switch, without a word to anybody; or plug it in again."""
+        state = "up" if connected else "down"
+        _call("ip", "-netns", self._switch, "link", "set", f"host{host}", state)
+
     def _build(self) -> None:
         for name in (self._switch, *map(self._host, range(self.hosts))):
             _call("ip", "netns", "add", name)
@@ -197,9 +242,20 @@ class Network:
                 setting = ["ip", "-netns", namespace, "link", "set", device]
                 _call(*setting, "addrgenmode", "none")
             _call(*inside, "set", port, "master", "bridge", "up")
-            _call("ip", "-netns", host, "address", "add", f"{_address(number)}/24", "dev", "eth0")
+            _call("ip", "-netns", host, "address", "add", f"{address(number)}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 _call("ip", "-netns", host, "link", "set", device, "up")
+
+    def _names(self, folder: Path) -> list[Path]:
+        """Write the files of /etc by which the hosts know each other's names, and no others."""
+        known = [f"{address(host)} host{host}" for host in range(self.hosts)]
+        files = {
+            "hosts": ["127.0.0.1 localhost", *known],
+            "resolv.conf": ["nameserver 127.0.0.1"],  # nobody: it says so at once
+        }
+        for name, lines in files.items():
+            Path(folder, name).write_text("\n".join([*lines, ""]))
+        return [folder / name for name in files]
 
     def _host(self, number: int) -> str:
         return f"{self._name}-host{number}"
@@ -219,7 +275,8 @@ def _require() -> None:
         raise Unavailable("network namespaces need root; run this as root, as in a container")
 
 
-def _address(host: int) -> str:
+def address(host: int) -> str:
+    """Return a host's address."""
     return f"10.0.0.{host + 1}"
 
 

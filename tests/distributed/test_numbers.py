@@ -23,7 +23,6 @@ from support import (
     TokenRegression,
     adamw,
     assert_same,
-    fit,
     samples,
     train_by_hand,
     weighted_samples,
