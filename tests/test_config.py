@@ -174,7 +174,8 @@ def test_refused(given: dict[str, Any], words: str) -> None:
         ({"greater_is_better": True}, "set checkpoint.mode=max"),
         ({"use_cpu": True}, "set accelerator=cpu"),
         ({"limit_predict_batches": 2}, "pass it a shorter one"),
-        ({"profiler": "simple"}, "set profile=startup"),
+        ({"profiler": "simple"}, "set profile=10-14"),
+        ({"auto_lr_find": True}, "run mode=find_lr"),
     ],
 )
 def test_an_unknown_name_leads_to_ours(given: dict[str, Any], words: str) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from trainer import Trainer
-from trainer.composition import check_command_line, register_configs
+from trainer.command_line import Place, check_command_line
+from trainer.composition import register_configs
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -30,7 +31,7 @@ def test_nothing_is_left_to_fill_in(page: Path) -> None:
 
 
 def test_every_page_is_reached_from_the_readme() -> None:
-    linked = set(re.findall(r"\]\(docs/([\w.]+)\)", (ROOT / "README.md").read_text("utf-8")))
+    linked = set(re.findall(r"\]\(docs/([\w.-]+)\)", (ROOT / "README.md").read_text("utf-8")))
     assert linked == {page.name for page in PAGES[1:]}
 
 
@@ -74,15 +75,16 @@ SHELL = "".join(re.findall(r"^```\w*\n(.*?)^```", README, re.S | re.M))
 def test_the_commands_in_the_readme_are_accepted(command: str) -> None:
     recipe, *overrides = command.partition("python -m recipes.")[2].split()
     overrides = [re.sub(r"[<>]", "", override) for override in overrides]  # <date>
+    place = Place(str(ROOT / "conf"), recipe)
     multirun = "--multirun" in overrides
     if multirun:
         overrides.remove("--multirun")
     try:
         if command.startswith("$"):  # shown for what it answers
             with pytest.raises(ValueError, match="there is no option"):
-                check_command_line(str(ROOT / "conf"), recipe, overrides, multirun)
+                check_command_line(place, overrides, multirun)
         else:
-            check_command_line(str(ROOT / "conf"), recipe, overrides, multirun)
+            check_command_line(place, overrides, multirun)
     finally:
         register_configs()
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from trainer.config import TrainerConfig
 from trainer.data.plan import GlobalBatchPlan
-from trainer.notes import note_late_start, notes_on_cut
+from trainer.notes import note_late_start, notes_on_cut, notes_on_epochs
 
 
 def notes(
@@ -107,3 +107,18 @@ def test_a_compression_that_never_begins(
     assert (
         "powersgd_start_step=100; a tenth of the run is 10" in capsys.readouterr().out
     ) == is_late
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, None),
+        ({"overfit_batches": 11}, None),
+        ({"overfit_batches": 1}, "epoch of 1 step, .* validates and saves; validate_every_n_"),
+        ({"overfit_batches": 2, "validate_every_n_epochs": None}, "the run saves; checkpoint"),
+        ({"overfit_batches": 2, "checkpoint": {"every_n_epochs": 9}}, "the run validates; val"),
+    ],
+)
+def test_epochs_of_few_steps(options: dict[str, Any], words: str | None) -> None:
+    found = "".join(notes_on_epochs(TrainerConfig.from_options(options)))
+    assert found == "" if words is None else re.search(words, found)

@@ -12,6 +12,7 @@ import torch
 from support import Regression, Sleeper, SlowSamples, fit, on_ranks, samples
 
 from trainer import Callback, distributed
+from trainer import pace as pace_module
 from trainer.logbook import Logbook
 from trainer.pace import Pace
 from trainer.step_times import Steps, StepTimes
@@ -160,8 +161,15 @@ def now_and_then() -> list[list[str]]:
     return [[name.removeprefix("perf/") for name in event] for event in found]
 
 
+def memory_of_each() -> tuple[list[float], float]:
+    pace_module.peak_bytes = lambda device: 10**6 * (100 + distributed.rank())
+    pace = Pace(CPU)
+    found = logged(TEN_STEPS, None, pace)
+    return pace.memory_mb, found["perf/memory_mb"]
+
+
 def test_on_three_ranks(tmp_path: Path) -> None:
-    (*slow, asleep), turns, uneven, others, (never, known, lacking) = on_ranks(
+    (*slow, asleep), turns, uneven, others, (never, known, lacking), memory = on_ranks(
         3,
         lambda: (
             fits(tmp_path),
@@ -169,13 +177,15 @@ def test_on_three_ranks(tmp_path: Path) -> None:
             slow_backward(),
             (slow_while_looked_at(), *slow_after_logging(), *more_to_wait_than_backward()),
             now_and_then(),
+            memory_of_each(),
         ),
     )[0]
     # What the network takes is in backward always, or never.
-    waits = ["wait_ms", "slowest_rank", "slowest_by_ms"]
-    assert never == ["step_ms", "data_ms", "forward_ms", "backward_ms", "optimizer_ms", *waits]
+    rest = ["memory_mb", "wait_ms", "slowest_rank", "slowest_by_ms"]
+    assert never == ["step_ms", "data_ms", "forward_ms", "backward_ms", "optimizer_ms", *rest]
     assert known == [*never, "comm_ms", "comm_hidden_ms"]
-    assert lacking == ["step_ms", "data_ms", "forward_ms", "optimizer_ms"]
+    assert lacking == ["step_ms", "data_ms", "forward_ms", "optimizer_ms", "memory_mb"]
+    assert memory == ([100, 101, 102], 102)
 
     slow_forward, slow_loading = map(usual, slow)
     assert slow_forward["perf/slowest_rank"] == 1
@@ -194,6 +204,7 @@ def test_on_three_ranks(tmp_path: Path) -> None:
     assert turns["perf/wait_ms"] == pytest.approx(2 * 2 / 3, rel=0.01)
     assert turns["perf/slowest_by_ms"] == pytest.approx(0, abs=0.01)
 
+    assert uneven.pop("perf/memory_mb") > 50  # a process with torch in it
     assert uneven == pytest.approx(
         {
             "perf/step_ms": 30,
@@ -224,5 +235,6 @@ def test_one_rank_waits_for_nobody() -> None:
     times = StepTimes(0.02, 0.001, 0.002, 0.013, 0.004)
     expected = {"step": 20, "data": 1, "forward": 2, "backward": 13, "optimizer": 4}
     found = logged(steps_of(times, [0.007] * 5), None)
+    assert found.pop("perf/memory_mb") > 50
     assert found == pytest.approx({f"perf/{name}_ms": ms for name, ms in expected.items()})
     assert logged(None, None) == {}

@@ -156,7 +156,7 @@ def test_a_device_that_computes_behind_the_host(
 
     num_events = device.num_events
     rank.do(Phase.FINISHING, 1.0)  # the end of this fit
-    assert rank.watch.on_enter is None
+    assert not rank.watch.listeners
     device.steps(9, loading=0.5)
     assert device.num_events == num_events
     clock.take()  # as if it went on
@@ -179,7 +179,7 @@ def test_an_evaluation_before_the_step_to_time_leaves_no_events(
         assert device.num_events == 0
         device.steps(1, loading=0.5)
         assert device.num_events == 5
-        assert rank.watch.on_enter is None, "nothing is left to time"
+        assert not rank.watch.listeners, "nothing is left to time"
         steps = clock.take()
         assert steps is not None
         assert steps.mean.forward == pytest.approx(2.5)

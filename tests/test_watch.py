@@ -121,6 +121,10 @@ def test_the_last_ends_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_whoever_wants_to_know_is_told_of_phases() -> None:
     watch, told = Watch(), []
-    watch.on_enter = told.append
+    watch.listen(told.append)
+    watch.listen(told.append)  # once is enough
     watch.enter(Phase.FORWARD)
+    assert told == [Phase.FORWARD]
+    watch.unlisten(told.append)
+    watch.enter(Phase.BACKWARD)
     assert told == [Phase.FORWARD]

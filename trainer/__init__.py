@@ -2,6 +2,7 @@
 
 from trainer import startup as _startup
 from trainer.api import Trainer
+from trainer.as_lightning import as_lightning
 from trainer.callbacks import Callback
 from trainer.checkpoint.weights import load_task, load_weights
 from trainer.cli import hydra_main, run
@@ -24,6 +25,7 @@ __all__ = [
     "Trainer",
     "VerifyReport",
     "WeightedLoss",
+    "as_lightning",
     "hydra_main",
     "load_task",
     "load_weights",

@@ -7,6 +7,7 @@ from torch import nn
 
 from trainer.messages import listed
 from trainer.optimization import is_plain_update
+from trainer.statistics import Statistics
 from trainer.step import StepModule
 
 # Below this share of the planned weight a step counts as one of weight 0: the resolution of the
@@ -29,6 +30,7 @@ class Gradients:
         optimizer: torch.optim.Optimizer,
         clip_norm: float | None,
         may_miss: bool,
+        statistics: Statistics | None = None,
     ) -> None:
         """Note whose gradients these are, and who reads them.
 
@@ -39,12 +41,14 @@ class Gradients:
             clip_norm: The largest global L2 norm; None for any.
             may_miss: Whether parameters may go without a gradient (the strategy's
                 ``may_miss_gradients``).
+            statistics: Look at the gradients, and at what comes of them.
         """
         task = step_module.task
         self.update_is_plain = is_plain_update(task, optimizer)
         self._step_module = step_module
         self._optimizer = optimizer
         self._clip_norm = clip_norm
+        self._statistics = statistics
         self._named = dict(task.named_parameters())
         self._trained = [p for p in self._named.values() if p.requires_grad]
         self._frozen = [p for p in self._named.values() if not p.requires_grad]
@@ -118,6 +122,8 @@ class Gradients:
 
     def clip(self) -> None:
         """Scale the optimizer's gradients so that their global L2 norm is at most ``clip_norm``."""
+        if self._statistics is not None:
+            self._statistics.before_update()
         if self._clip_norm is not None:
             groups = self._optimizer.param_groups
             parameters = [p for group in groups for p in group["params"]]
@@ -125,6 +131,8 @@ class Gradients:
 
     def clear(self) -> None:
         """Forget all gradients and their weights, for the next step."""
+        if self._statistics is not None:
+            self._statistics.after_update()
         vars(self._optimizer).pop("grad_scale", None)
         for parameter in self._trained:
             parameter.grad = None

@@ -62,6 +62,27 @@ def check_free(folder: Path) -> None:
             pass
 
 
+def is_held(folder: Path) -> bool | None:
+    """Whether a fit is at work in ``folder``; None if that cannot be told. Changes nothing there.
+
+    Raises:
+        OSError: If it is somebody else's folder.
+    """
+    if os.path.realpath(folder) in _held:  # to look closer would let go of this process's lock
+        return True
+    try:
+        descriptor = os.open(folder / _FILE, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return True if error.errno in (errno.EACCES, errno.EAGAIN) else None
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def _take(descriptor: int, folder: Path) -> None:
     deadline = time.monotonic() + _WAIT_S
     while True:

@@ -11,14 +11,34 @@ from torch.nn.modules.dropout import _DropoutNd
 from trainer import distributed
 from trainer.config import TrainerConfig
 from trainer.data.plan import GlobalBatchPlan, ceil_div
-from trainer.messages import listed
+from trainer.messages import counted, listed
+
+_FEW_STEPS = 10  # between two validations or checkpoints, which take as long as many steps
 
 
 def print_notes(task: nn.Module, plan: GlobalBatchPlan, config: TrainerConfig) -> None:
-    """Print `notes_on_cut` for the ranks that there are, on rank 0."""
+    """Print what does not follow from the options at first sight, on rank 0."""
     if distributed.rank() == 0:
-        for note in notes_on_cut(task, plan, config, distributed.world_size()):
+        cut = notes_on_cut(task, plan, config, distributed.world_size())
+        for note in [*cut, *notes_on_epochs(config)]:
             print(f"note: {note}", flush=True)
+
+
+def notes_on_epochs(config: TrainerConfig) -> list[str]:
+    """Return a sentence if epochs are so short that what is done at their ends takes longer."""
+    steps = config.overfit_batches
+    every = {
+        "validates": ("validate_every_n_epochs", config.validate_every_n_epochs),
+        "saves": ("checkpoint.every_n_epochs", config.checkpoint.every_n_epochs),
+    }
+    often = {verb: name for verb, (name, n) in every.items() if n and n * steps <= _FEW_STEPS}
+    if not steps or not often:
+        return []
+    options = " ".join(f"{name}=null" for name in often.values())
+    return [
+        f"overfit_batches={steps} makes an epoch of {counted(steps, 'step')}, at the end of which "
+        f"the run {' and '.join(often)}; {options} leaves that to the end of the run"
+    ]
 
 
 def note_untrained(step: int) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, field, fields, is_dataclass
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from difflib import get_close_matches
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+C = TypeVar("C")
 
 _ALIKE = 0.8  # spellings of one value: fp64 is not one of fp16's, which is 0.75
 
@@ -19,6 +23,7 @@ def option(
     above: float | None = None,
     at_most: float | None = None,
     choices: Sequence[str] = (),
+    form: tuple[str, str] | None = None,
 ) -> Any:
     """Declare an option: a dataclass field that carries its documentation and limits.
 
@@ -29,9 +34,10 @@ def option(
         above: A number must be greater than this.
         at_most: The largest number allowed.
         choices: The strings allowed; empty means any.
+        form: Strings of another form that are allowed beside these: in words, and as a pattern.
     """
-    limits = {"at_least": at_least, "above": above, "at_most": at_most, "choices": tuple(choices)}
-    metadata = {"doc": doc, **limits}
+    limits = {"at_least": at_least, "above": above, "at_most": at_most}
+    metadata = {"doc": doc, **limits, "choices": tuple(choices), "form": form}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -69,6 +75,21 @@ def check_fields(config: Any, prefix: str = "") -> None:
                 f"{prefix}{name}={show(value)} is not allowed; "
                 + _must_be(f"{prefix}{name}", value, spec, hint)
             )
+
+
+def from_options(cls: type[C], options: Mapping[str, Any]) -> C:
+    """Build a config class of a mode from plain names and values.
+
+    Raises:
+        ValueError: For an unknown option, and for everything the constructor refuses.
+    """
+    known = option_fields(cls)
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            advice = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
+            raise ValueError(f"there is no option {name!r}; {advice}")
+    return cls(**options)
 
 
 def _must_be(name: str, value: Any, spec: Field[Any], hint: Any) -> str:
@@ -111,7 +132,8 @@ def _within(value: Any, spec: Field[Any]) -> bool:
     if isinstance(value, list):
         return all(_within(entry, spec) for entry in value)
     if isinstance(value, str):
-        return not limits["choices"] or value in limits["choices"]
+        has_form = limits["form"] is not None and re.fullmatch(limits["form"][1], value) is not None
+        return not limits["choices"] or value in limits["choices"] or has_form
     if isinstance(value, bool) or not isinstance(value, int | float):
         return True
     if not math.isfinite(value):
@@ -137,6 +159,7 @@ def allowed(spec: Field[Any], hint: Any) -> str:
             words += ["true", "false"]
         elif member is str:
             words += list(limits["choices"]) or ["a string"]
+            words += [limits["form"][0]] if limits["form"] is not None else []
         elif member in (int, float):
             number = "a whole number" if member is int else "a number"
             if limits["at_least"] is not None:

@@ -3,7 +3,7 @@
 Loading, forward, the backward's own computation and the optimizer are a rank's own; then it waits
 for gradients: until they have come over the network, and until slower ranks have theirs. So what a
 slow rank costs the others is told apart from communication by the ranks' own parts. What a rank has
-measured travels with what is logged, in the same collective.
+measured travels with what is logged, in the same collective, and with it how much memory it needs.
 """
 
 from __future__ import annotations
@@ -14,19 +14,27 @@ import numpy as np
 import torch
 
 from trainer import distributed
+from trainer.memory import peak_bytes
 from trainer.step_times import StepClock, Steps, StepTimes
 from trainer.strategies.comm_clock import CommTimes
 
 _MOST_COLUMNS = 100  # for the steps of a log interval: of more than this, several go together
 _NAMES = [f"perf/{name}_ms" for name in StepTimes._fields]
-_NUM_MEANS = len(_NAMES) + 2  # and a backward's own computation, and hidden communication
+_NUM_LAST = len(_NAMES) + 3  # and a backward's computation, hidden communication, and memory
+_MEMORY = "perf/memory_mb"
 
 
 class Pace:
-    """Measures steps on this rank, and sums up what all ranks have measured."""
+    """Measures steps on this rank, and sums up what all ranks have measured.
+
+    Attributes:
+        memory_mb: The most memory that each rank has had so far, in 10^6 bytes.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """Get ready to measure on ``device``."""
+        self.memory_mb: list[float] = []
+        self._device = device
         self._clock = StepClock(device)
         self._mean: StepTimes | None = None
         self._knows_comm = False
@@ -41,24 +49,28 @@ class Pace:
 
         Returns:
             Nanoseconds as int64, a row per rank: all but the backward of each step that counts,
-            then the means. None for one rank alone.
+            then the means, and last the bytes of memory. None for one rank alone.
         """
         steps = self._clock.take()
         comm = take_comm_times()
         self._mean = None if steps is None else steps.mean
         self._knows_comm = comm is not None
         self._tells_comm |= self._knows_comm
+        peak = peak_bytes(self._device)
         if distributed.world_size() == 1:
+            self.memory_mb = [peak / 1e6]
             return None
         columns = 0 if steps is None else min(len(steps.counts), _MOST_COLUMNS)
-        table = torch.zeros(distributed.world_size(), columns + _NUM_MEANS, dtype=torch.int64)
+        table = torch.zeros(distributed.world_size(), columns + _NUM_LAST, dtype=torch.int64)
+        own = table[distributed.rank()]
+        own[-1] = peak
         if steps is not None:
             starts = np.arange(columns) * len(steps.counts) // columns
             self._column_steps = np.add.reduceat(steps.counts, starts)
             before = np.add.reduceat(steps.counts * steps.before, starts)
             backward = (0.0, 0.0) if comm is None else (_computing(steps, comm), comm.hidden)
             row = np.array([*before, *steps.mean, *backward])
-            table[distributed.rank()] = torch.from_numpy(np.rint(row * 1e9).astype(np.int64))
+            own[:-1] = torch.from_numpy(np.rint(row * 1e9).astype(np.int64))
         return table
 
     def measured(self, table: torch.Tensor | None) -> dict[str, float]:
@@ -76,9 +88,15 @@ class Pace:
         if self._mean is None:
             return {}
         if table is None:
-            return {n: 1000 * s for n, s in zip(_NAMES, self._mean, strict=True)}
-        before, means, (computing, hidden) = np.split(table.numpy().T / 1e6, [-_NUM_MEANS, -2])
+            means_alone = {n: 1000 * s for n, s in zip(_NAMES, self._mean, strict=True)}
+            return {**means_alone, _MEMORY: self.memory_mb[0]}
+        # Nanoseconds become milliseconds, and bytes 10^6 of them.
+        before, means, (computing, hidden), (memory,) = np.split(
+            table.numpy().T / 1e6, [-_NUM_LAST, -3, -1]
+        )
+        self.memory_mb = memory.tolist()
         values = dict(zip(_NAMES, means.mean(axis=1).tolist(), strict=True))
+        values[_MEMORY] = max(self.memory_mb)
         if self._tells_comm and not self._knows_comm:
             del values["perf/backward_ms"]  # has all waiting in it
             return values

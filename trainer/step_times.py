@@ -69,7 +69,7 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         """Get ready to measure on ``device``."""
         self._marks = None if device.type == "cpu" else DeviceMarks(device)
-        watch.on_enter = None  # an earlier fit's
+        watch.listeners = ()  # of an earlier fit
 
     def take(self) -> Steps | None:
         """Return what was measured since the last call; to be called while logging.
@@ -119,7 +119,7 @@ class DeviceMarks:
         if is_over:
             self._step = _NEVER
         if is_over or phase is Phase.FINISHING:  # in which it will not come any more
-            watch.on_enter = None
+            watch.unlisten(self.enter)
 
     def take(self, parts: Floats) -> StepTimes | None:
         """Wait for the device, as whoever logs does anyhow, and return what it has done.
@@ -132,7 +132,7 @@ class DeviceMarks:
         events, self._events = self._events, []
         is_timed = bool(events) and self._step == _NEVER
         self._step = watch.step + len(parts)  # the next one that is logged, so at no cost
-        watch.on_enter = self.enter
+        watch.listen(self.enter)
         if not is_timed:
             return None
         totals = [0.0] * len(Phase)

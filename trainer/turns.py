@@ -22,9 +22,11 @@ from trainer.gradients import Gradients, trained_names
 from trainer.logbook import Logbook
 from trainer.lr_scaling import LRScaling
 from trainer.optimization import Schedule, configure_optimizers
+from trainer.options import show
 from trainer.precision import LossScaler
 from trainer.session import Session
 from trainer.state import TrainState
+from trainer.statistics import Statistics
 from trainer.step import StepModule
 from trainer.strategies import build_strategy
 from trainer.strategies.comm_clock import CommTimes
@@ -95,6 +97,11 @@ class Turn:
         ).to(session.device)
         self._task, self._device = session.task, session.device
         self._clip_norm = config.gradient_clip_norm
+        self._statistics: Statistics | None = None
+        if config.statistics:
+            self._statistics = Statistics(
+                session.task, self.optimizer, config, state, logbook, self.name
+            )
         self._others: list[nn.Parameter] = []  # trained, but not in this turn
 
     def key(self, what: str) -> str:
@@ -117,7 +124,9 @@ class Turn:
         with self.taken():
             self.module = self.strategy.setup(self.step_module, self._device)
             may_miss = self.strategy.may_miss_gradients
-            self.gradients = Gradients(self.step_module, self.optimizer, self._clip_norm, may_miss)
+            self.gradients = Gradients(
+                self.step_module, self.optimizer, self._clip_norm, may_miss, self._statistics
+            )
 
     def taken(self) -> AbstractContextManager[None]:
         """Return the context in which it is this optimizer's turn."""
@@ -173,6 +182,12 @@ class Turns:
         """
         if session.task.optimizes_itself:
             session.check_undivided()
+            if session.config.statistics:
+                raise ValueError(
+                    f"statistics={show(session.config.statistics)}: "
+                    f"{type(session.task).__name__} optimizes itself, so the Trainer does not see "
+                    "its gradients between backward and update; log norms in optimize"
+                )
         scaling = LRScaling.of(session.config, session.plan.global_batch_size)
         schedules = configure_optimizers(session.task, scaling)
         self.all = tuple(

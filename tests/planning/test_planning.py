@@ -18,7 +18,8 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from trainer import PlanReport, Trainer, distributed
-from trainer.composition import check_command_line, register_configs
+from trainer.command_line import Place, check_command_line
+from trainer.composition import register_configs
 from trainer.config import TrainerConfig
 from trainer.failures import RankError
 from trainer.planning import planning
@@ -287,7 +288,7 @@ def test_what_cannot_be_simulated_is_refused(
 def test_the_command_line_is_checked(override: str, message: str) -> None:
     try:
         with pytest.raises(ValueError, match=message.replace("?", r"\?")):
-            check_command_line(str(ROOT / "conf"), "mnist", ["mode=plan", override], False)
+            check_command_line(Place(str(ROOT / "conf"), "mnist"), ["mode=plan", override], False)
     finally:
         register_configs()
 

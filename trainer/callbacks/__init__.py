@@ -4,6 +4,7 @@ from trainer.callbacks.base import Callback
 from trainer.callbacks.early_stopping import EarlyStopping
 from trainer.callbacks.learning_rate import LearningRate
 from trainer.callbacks.progress import ProgressBar
+from trainer.callbacks.report import Report
 from trainer.callbacks.throughput import Throughput
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "EarlyStopping",
     "LearningRate",
     "ProgressBar",
+    "Report",
     "Throughput",
     "default_callbacks",
 ]

@@ -120,6 +120,8 @@ class ProgressBar(Callback):
         loss = run.metrics.get("train/loss")
         if loss is not None:
             parts.append(f"loss {_number(loss)}")
+        shown = [name for name in run.task._shown if name in run.metrics]
+        parts += [f"{name} {_number(run.metrics[name])}" for name in shown]
         (t0, first), (t1, last) = points[0], points[-1]
         if t1 > t0:
             parts.append(f"{(last - first) / (t1 - t0):,.0f} samples/s")

@@ -116,6 +116,7 @@ def measure(task: TaskModule, data: DataModule, config: TrainerConfig, steps: in
             accept_changes=[],
             init_from=None,
             fast_dev_run=False,
+            profile=None,
             bucket_cap_mb=None if config.bucket_cap_mb == "auto" else config.bucket_cap_mb,
             checkpoint=CheckpointConfig(asynchronous=config.checkpoint.asynchronous),
             run_dir=str(folder),
@@ -140,8 +141,9 @@ def _measure(training: Training, steps: int, run_dir: Path, weights: Mapping[str
     task.on_epoch_start()
     task.train()
     passes = Passes(training, steps)
-    micros = _first_step(training)
-    profile, too_small = passes.profile(*_whole_batch(training, micros))
+    found = first_step(training)
+    micros = [micro._replace(batch=to_device(micro.batch, device)) for micro in found]
+    profile, too_small = passes.profile(*whole_batch(training, micros))
     task.load_state_dict(weights)  # each rank has trained on its own
     step_s = passes.ddp_step_s(micros) if distributed.world_size() > 1 else None
     stall_s, write_s = _saving(training)
@@ -174,17 +176,17 @@ def _measure(training: Training, steps: int, run_dir: Path, weights: Mapping[str
     )
 
 
-def _first_step(training: Training) -> list[MicroBatch]:
-    """Return this rank's micro-batches of the first step, on its device."""
+def first_step(training: Training) -> list[MicroBatch]:
+    """Return this rank's micro-batches of the first step."""
     found = []
     for micro in training.batches.epoch(0):
-        found.append(micro._replace(batch=to_device(micro.batch, training.session.device)))
+        found.append(micro)
         if micro.is_last:
             return found
     raise empty_stream(epoch=0)
 
 
-def _whole_batch(training: Training, micros: list[MicroBatch]) -> tuple[Callable[[int], Any], int]:
+def whole_batch(training: Training, micros: list[MicroBatch]) -> tuple[Callable[[int], Any], int]:
     """Return what cuts a batch of so many samples, and how many there can be.
 
     With indices as many as one rank alone would have in a micro-batch, in a stream this rank's.
@@ -197,12 +199,15 @@ def _whole_batch(training: Training, micros: list[MicroBatch]) -> tuple[Callable
                 f"and there is none for rank {distributed.rank()} to measure; let the stream yield "
                 "more, give a larger global_batch_size, or use fewer devices"
             )
-        return lambda size: rows(first.batch, first.num_samples, 0, size), first.num_samples
+        batch, count = first.batch, first.num_samples
+        return lambda size: to_device(rows(batch, count, 0, size), device), count
     mine = [index for micro in micros for index in micro.indices]
     indices = [index for part in distributed.all_gather_object(mine) for index in part]
 
+    global_size = first.global_size  # and not the batch, which would stay in memory
+
     def cut(size: int) -> Any:
-        request = Request(indices[:size], 0, 0, first.global_size, True, 0)
+        request = Request(indices[:size], 0, 0, global_size, True, 0)
         return to_device(batches.fetch(request).batch, device)
 
     return cut, min(len(indices), training.plan.micro(first.global_size, 1))

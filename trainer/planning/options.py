@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
-from typing import Any
 
-from trainer.options import check_fields, option, option_fields
+from trainer.options import check_fields, option
 
 
 @dataclass
@@ -57,18 +54,3 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> PlanConfig:
-        """Build the config from plain names and values.
-
-        Raises:
-            ValueError: For an unknown option, and for everything the constructor refuses.
-        """
-        known = option_fields(cls)
-        for name in options:
-            if name not in known:
-                near = get_close_matches(name, known, n=1)
-                advice = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
-                raise ValueError(f"there is no option {name!r}; {advice}")
-        return cls(**options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from trainer.data.fetching import Request
 from trainer.data.loading import Batches, MicroBatch, length
 from trainer.data.module import DataModule
 from trainer.data.shards import ShardedStreamBatches
+from trainer.memory import peak_bytes
 from trainer.notes import print_notes
 from trainer.run import FitResult
 from trainer.seeding import Stream, seed_generators, stream_key
@@ -324,13 +324,3 @@ class _Noted(Batches):
 
     def close(self) -> None:
         self._batches.close()
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Return the most memory that this process has had: of its device, or else resident."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    import resource  # where there is no Unix there is none
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

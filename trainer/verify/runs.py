@@ -169,6 +169,7 @@ def run_both(
         accept_changes=[],
         log_every_n_steps=1,
         num_sanity_val_steps=0,
+        profile=None,
         # What is found would change no more than the order of sums; finding it sends a little.
         bucket_cap_mb=None if config.bucket_cap_mb == "auto" else config.bucket_cap_mb,
         checkpoint=CheckpointConfig(),  # a monitor would miss its metric
