@@ -516,7 +516,8 @@ def test_a_run_has_one_folder_and_no_noise(folder: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.endswith("step 2\n")
     assert sorted(os.listdir(Path(folder).parent)) == ["conf", "made", "program.py"]
-    assert sorted(os.listdir(Path(folder).parent / "made")) == [".hydra", ".lock", "checkpoints"]
+    made = os.listdir(Path(folder).parent / "made")
+    assert sorted(made) == [".hydra", ".lock", "checkpoints", "run.json"]
 
 
 def test_a_failure_is_printed_once_without_hydra(folder: str) -> None:

@@ -72,7 +72,8 @@ def test_each_job_of_a_sweep_has_a_folder_and_runs_once(sweep: Path) -> None:
     assert (sweep / "stdout").read_text().count("launcher: ") == 4  # the others failed before
     for job, devices in ("0", 1), ("2", 1), ("3", 2), ("5", 2):
         assert sorted(os.listdir(sweep / job)) == [
-            *(".hydra", ".lock", "checkpoints", "metrics.jsonl", "picture.txt", "tensorboard"),
+            *(".hydra", ".lock", "checkpoints", "metrics.jsonl", "picture.txt"),
+            *("run.json", "tensorboard"),
         ]
         overrides = (sweep / job / ".hydra" / "overrides.yaml").read_text()
         assert f"trainer.devices={devices}\n" in overrides

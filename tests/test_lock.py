@@ -12,7 +12,7 @@ import pytest
 
 from trainer import attempt, lock
 from trainer.attempt import Attempt
-from trainer.lock import check_free, locked
+from trainer.lock import check_free, is_held, locked
 
 # Takes the lock as the second attempt of a launch, forks a child as a loader does, and waits.
 HOLDER = """
@@ -39,12 +39,14 @@ def quick(monkeypatch):
 @pytest.mark.timeout(60)
 def test_another_process_is_named_and_a_killed_one_forgotten(tmp_path, monkeypatch):
     check_free(tmp_path)
+    assert is_held(tmp_path) is False
     assert list(tmp_path.iterdir()) == []
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     child = None
     try:
         child = int(holder.stdout.readline())
+        assert is_held(tmp_path) is True
         for refused in (lambda: locked(tmp_path).__enter__(), lambda: check_free(tmp_path)):
             with pytest.raises(ValueError, match=rf"process {holder.pid} on .* is training in"):
                 refused()
@@ -57,12 +59,14 @@ def test_another_process_is_named_and_a_killed_one_forgotten(tmp_path, monkeypat
                     check_free(tmp_path)
         holder.kill()
         holder.wait()
+        assert is_held(tmp_path) is False
         monkeypatch.setattr(attempt, "_entered", Attempt())
         os.kill(child, 0)  # lives on
         with locked(tmp_path):
             threads = ThreadPoolExecutor(1)
             refused = threads.submit(check_free, tmp_path).exception()
             assert str(refused).startswith(f"process {os.getpid()} on ")
+            assert is_held(tmp_path) is True
             busy = subprocess.run(command, capture_output=True, text=True, timeout=30)
             assert f"process {os.getpid()} on" in busy.stderr  # it is locked as before
         check_free(tmp_path)
@@ -80,3 +84,4 @@ def test_a_file_system_without_locks_keeps_nobody_out(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "lockf", refuse)
     with locked(tmp_path):
         pass
+    assert is_held(tmp_path) is None

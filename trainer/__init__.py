@@ -7,6 +7,8 @@ from trainer.callbacks import Callback
 from trainer.checkpoint.weights import load_task, load_weights
 from trainer.cli import hydra_main, run
 from trainer.data.module import DataModule
+from trainer.finding.lr_report import LRReport
+from trainer.finding.micro_batch_report import MicroBatchReport
 from trainer.loggers import Logger
 from trainer.planning.report import PlanReport
 from trainer.run import FitResult
@@ -18,7 +20,9 @@ __all__ = [
     "Callback",
     "DataModule",
     "FitResult",
+    "LRReport",
     "Logger",
+    "MicroBatchReport",
     "OptimizerSetup",
     "PlanReport",
     "TaskModule",

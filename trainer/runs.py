@@ -6,6 +6,7 @@ import argparse
 import csv
 import json
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -154,6 +155,9 @@ def _remarks(runs: Iterable[Summary], left_out: dict[Path, str]) -> Iterator[str
     for run in runs:
         for problem in run.problems:
             yield f"{run.folder}: {problem}"
+        if run.state == "failed":
+            why = (run.reason or "").partition("\n")[0]
+            yield f"{run.folder} failed: {textwrap.shorten(why, 160, placeholder=' ...')}"
     for folder, why in left_out.items():
         yield f"left out {folder}: {why}"
 

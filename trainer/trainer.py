@@ -299,6 +299,7 @@ class Training:
         means = metrics.merged(logged, metrics.compute(self.train_metrics))
         values = full_names("train", means) | self.pace.measured(pace)
         self.view.learning_rates = self.turns.learning_rates()
+        self.view.memory_mb = self.pace.memory_mb
         if is_first and means.keys().isdisjoint(self.logbook.losses):
             note_untrained(self.state.step)
         self.view.record(values)

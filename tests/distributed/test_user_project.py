@@ -19,7 +19,7 @@ import pytest
 pytestmark = pytest.mark.timeout(600)  # many programs are run in one fixture
 
 ROOT = Path(__file__).resolve().parents[2]
-WRITTEN = ("checkpoints", "metrics.jsonl", "tensorboard")
+WRITTEN = ("checkpoints", "metrics.jsonl", "run.json", "tensorboard")
 
 CONFIG = """\
 defaults:

@@ -58,13 +58,11 @@ class Hungry(Regression):
 
     def take_in(self, optimizer: torch.optim.Optimizer) -> None:
         """Run out in the middle of making the optimizer's state."""
-        state = optimizer.state[self.net[0].weight]
-        made, state["exp_avg"] = state.pop("exp_avg", None), None
-        self.take()
-        if made is None:
-            optimizer.state.clear()
-        else:
-            state["exp_avg"] = made
+        try:
+            self.take()
+        except torch.OutOfMemoryError:
+            optimizer.state[self.net[0].weight] = {"step": torch.tensor(0.0)}
+            raise
 
     def take(self) -> None:
         if self.size > self.capacity[self.run.rank]:

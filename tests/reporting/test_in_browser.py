@@ -15,6 +15,7 @@ from trainer.reporting import journal
 from trainer.reporting.page import write_report
 
 pytestmark = [
+    pytest.mark.opt_in,
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium"),
     pytest.mark.timeout(120),
 ]

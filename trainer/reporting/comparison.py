@@ -24,7 +24,8 @@ class Comparison:
     Attributes:
         runs: In the order of their names.
         modes: The metrics that are told of, each with what is best, ``min`` or ``max``.
-        options: Those in which the runs differ, by dotted name; those that all have come first.
+        options: Those in which the runs differ, by dotted name; those that all have come first,
+            and a task's own before the Trainer's.
     """
 
     def __init__(self, runs: Sequence[Summary], metrics: Sequence[str] = ()) -> None:
@@ -164,7 +165,13 @@ def _differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
         if name not in _ALWAYS_DIFFERS
         and len({json.dumps(c.get(name), sort_keys=True, default=str) for c in configs}) > 1
     ]
-    return sorted(differing, key=lambda name: not all(name in config for config in configs))
+    return sorted(
+        differing,
+        key=lambda name: (
+            not all(name in config for config in configs),
+            name.startswith("trainer."),
+        ),
+    )
 
 
 def _natural(text: str) -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from trainer.checkpoint.manifest import CONFIG, FOLDER, read_manifest, step_folders
-from trainer.lock import check_free
+from trainer.lock import is_held
 from trainer.reporting import journal
 from trainer.reporting.run_file import read_run_file
 
@@ -157,12 +157,9 @@ def _began_later(run_file: Mapping[str, Any], start: Start) -> bool:
 
 def _is_at_work(run_dir: Path) -> bool:
     try:
-        check_free(run_dir)
-    except ValueError:
-        return True
+        return bool(is_held(run_dir))
     except OSError:  # somebody else's folder
         return False
-    return False
 
 
 def _events(path: Path) -> tuple[dict[str, Floats], dict[str, Series]]:
