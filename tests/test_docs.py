@@ -119,12 +119,12 @@ def test_programs_are_python(page: Path) -> None:
         compile(textwrap.dedent(program), page.name, "exec")
 
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-SHELL = "".join(FENCED.findall(README))
+SHOWN = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("callbacks", "loggers"))]
+SHELL = "".join("".join(FENCED.findall(page.read_text(encoding="utf-8"))) for page in SHOWN)
 
 
 @pytest.mark.parametrize("command", re.findall(r"^.*python -m recipes\..*$", SHELL, re.M))
-def test_the_commands_in_the_readme_are_accepted(command: str) -> None:
+def test_the_commands_are_accepted(command: str) -> None:
     recipe, *overrides = command.partition("python -m recipes.")[2].split()
     overrides = [re.sub(r"[<>]", "", override) for override in overrides]  # <date>
     place = Place(str(ROOT / "conf"), recipe)
@@ -155,7 +155,9 @@ def test_the_callback_in_its_page_watches_a_fit(tmp_path: Path) -> None:
     assert result.epoch == 1
     assert result.stop_reason == "accuracy above -1.0"
     assert result.metrics["train/perplexity"] > 1
-    assert float((tmp_path / "best.txt").read_text()) == callback.best == callback.state_dict()["best"]
+    assert (
+        float((tmp_path / "best.txt").read_text()) == callback.best == callback.state_dict()["best"]
+    )
 
 
 def test_importing_the_package_loads_nothing_beside_torch_and_numpy() -> None:

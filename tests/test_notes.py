@@ -114,9 +114,15 @@ def test_a_compression_that_never_begins(
     [
         ({}, None),
         ({"overfit_batches": 11}, None),
-        ({"overfit_batches": 1}, "epoch of 1 step, .* validates and saves; validate_every_n_"),
-        ({"overfit_batches": 2, "validate_every_n_epochs": None}, "the run saves; checkpoint"),
-        ({"overfit_batches": 2, "checkpoint": {"every_n_epochs": 9}}, "the run validates; val"),
+        ({"overfit_batches": 1}, "epoch of 1 step, .* validates and saves; raise validate_every"),
+        (
+            {"overfit_batches": 2, "validate_every_n_epochs": None},
+            "the run saves; raise checkpoint",
+        ),
+        (
+            {"overfit_batches": 2, "checkpoint": {"every_n_epochs": 9}},
+            "the run validates; raise val",
+        ),
     ],
 )
 def test_epochs_of_few_steps(options: dict[str, Any], words: str | None) -> None:

@@ -1,4 +1,8 @@
-"""A small trainer for distributed data parallel PyTorch: the world size is an execution detail."""
+"""A small trainer for distributed data parallel PyTorch: the world size is an execution detail.
+
+What comes with it, and the base classes of your own: `trainer.callbacks`, `trainer.loggers`,
+`trainer.strategies`.
+"""
 
 from trainer import startup as _startup
 from trainer.api import Trainer
@@ -9,11 +13,12 @@ from trainer.cli import hydra_main, run
 from trainer.data.module import DataModule
 from trainer.finding.lr_report import LRReport
 from trainer.finding.micro_batch_report import MicroBatchReport
+from trainer.logbook import NotFiniteError
 from trainer.loggers import Logger
 from trainer.planning.report import PlanReport
-from trainer.run import FitResult
+from trainer.run import FitResult, Run
 from trainer.seeding import seed_everything
-from trainer.task import OptimizerSetup, TaskModule, WeightedLoss
+from trainer.task import OptimizerSetup, RunFacts, TaskModule, WeightedLoss
 from trainer.verify.report import VerifyReport
 
 __all__ = [
@@ -23,8 +28,11 @@ __all__ = [
     "LRReport",
     "Logger",
     "MicroBatchReport",
+    "NotFiniteError",
     "OptimizerSetup",
     "PlanReport",
+    "Run",
+    "RunFacts",
     "TaskModule",
     "Trainer",
     "VerifyReport",

@@ -164,7 +164,15 @@ class Trainer:
         ckpt_path: str | Path | None = None,
         **spelled: Any,
     ) -> dict[str, float]:
-        """Return the test metrics (``test/loss``, ...); arguments as for `validate`."""
+        """Return the test metrics (``test/loss``, ...) of ``task``.
+
+        Args:
+            task: What to evaluate; it gets the checkpoint's weights if one is named.
+            data: Where the samples come from; or give ``test`` instead.
+            test: The test data, or a dict of several.
+            ckpt_path: ``best``, ``last`` or a path; None for the weights as they are.
+            spelled: Data as Lightning's Trainer takes it: ``datamodule``, ``dataloaders``.
+        """
         given = {"test": test}
         task, module = adapted(task, data, "test", self.config, given, spelled)
         found: dict[str, float] = self._launch(

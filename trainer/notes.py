@@ -34,10 +34,9 @@ def notes_on_epochs(config: TrainerConfig) -> list[str]:
     often = {verb: name for verb, (name, n) in every.items() if n and n * steps <= _FEW_STEPS}
     if not steps or not often:
         return []
-    options = " ".join(f"{name}=null" for name in often.values())
     return [
         f"overfit_batches={steps} makes an epoch of {counted(steps, 'step')}, at the end of which "
-        f"the run {' and '.join(often)}; {options} leaves that to the end of the run"
+        f"the run {' and '.join(often)}; raise {' and '.join(often.values())} to do that less often"
     ]
 
 

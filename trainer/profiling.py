@@ -7,6 +7,7 @@ have names, above the operations of which they are made.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, supported
 
 from trainer import distributed
 from trainer.config import TrainerConfig
+from trainer.lazy_dynamo import load_dynamo
 from trainer.messages import counted
 from trainer.watch import Phase, watch
 
@@ -38,6 +40,7 @@ def traced(config: TrainerConfig, run_dir: Path) -> Iterator[None]:
     if steps is None:
         yield
         return
+    _warm_up()
     folder = run_dir / FOLDER
     trace = _Trace(steps, folder / f"rank-{distributed.rank()}.json.gz")
     watch.listen(trace.enter)
@@ -103,11 +106,38 @@ class _Trace:
         return bool(self._traced)
 
     def _start(self) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
-        wanted = {ProfilerActivity.CPU, ProfilerActivity.CUDA}
-        possible = supported_activities()  # type: ignore[no-untyped-call]
-        self._profiler = profile(activities=wanted & set(possible))
+        self._profiler = _profiler()
         self._profiler.start()
+
+
+def _profiler() -> profile:
+    wanted = {ProfilerActivity.CPU, ProfilerActivity.CUDA}
+    possible = supported_activities()  # type: ignore[no-untyped-call]
+    return profile(activities=wanted & set(possible))
+
+
+def _warm_up() -> None:
+    """Load what the profiler needs before the first step, which else would wait for it."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
+    load_dynamo()  # it asks for it
+    with _stderr_dropped():  # Kineto takes a forked process for a thread that should not call it
+        profiler = _profiler()
+        profiler.start()
+        profiler.stop()
+
+
+@contextmanager
+def _stderr_dropped() -> Iterator[None]:
+    """Drop what C++ writes to stderr, for a moment."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _begin(name: str) -> record_function:

@@ -81,6 +81,12 @@ class Pair(TaskModule):
         }
 
 
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes as long as a sweep; `alone`, which is made before, has a picture."""
+    monkeypatch.setattr(LRReport, "write", lambda _: None)
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> LRReport:
     task = Regression()

@@ -25,6 +25,7 @@ def quiet(config: TrainerConfig, **changes: Any) -> TrainerConfig:
         num_sanity_val_steps=0,
         detect_anomaly=False,
         profile=None,
+        statistics=[],
         bucket_cap_mb=None if config.bucket_cap_mb == "auto" else config.bucket_cap_mb,
         checkpoint=CheckpointConfig(),
         **changes,

@@ -17,6 +17,9 @@ __all__ = ["DDPStrategy", "FixedOrderDDP", "Strategy", "build_strategy"]
 def build_strategy(config: TrainerConfig) -> Strategy:
     """Build the strategy that the options name.
 
+    Args:
+        config: Every option of the Trainer.
+
     Raises:
         ValueError: If a node builds something else, or there are options of DDP beside it.
     """

@@ -1,0 +1,1 @@
+"""Programs out of tasks: torch follows the computation, a file keeps it."""
