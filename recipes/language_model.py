@@ -191,7 +191,7 @@ class ByteTransformer(TaskModule):
         def factor(step: int) -> float:
             if step < rising:
                 return (step + 1) / rising
-            return (1 + math.cos(math.pi * min(1.0, (step - rising) / (total - rising)))) / 2
+            return (1 + math.cos(math.pi * min(1.0, (step - rising) / max(1, total - rising)))) / 2
 
         return OptimizerSetup(optimizer, LambdaLR(optimizer, factor))
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from trainer.checkpoint.manifest import verify
-from trainer.checkpoint.weights import read_weights, load_task, load_weights, write_weights
+from trainer.checkpoint.weights import load_task, load_weights, read_weights, write_weights
 from trainer.checkpoint.writer import read_state
 
 
