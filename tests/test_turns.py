@@ -214,6 +214,21 @@ def test_an_optimizer_without_trained_parameters_sits_out(tmp_path: Path) -> Non
     assert_same(task, alone)
 
 
+class Frozen(Duel):
+    """Has something to train, but in no turn, from the second epoch on."""
+
+    def on_epoch_start(self) -> None:
+        for net in (self.maker, self.critic):
+            net.requires_grad_(self.run.epoch == 0)
+
+
+def test_if_every_optimizer_sits_out_the_run_ends(tmp_path: Path) -> None:
+    task = Frozen()
+    with pytest.raises(ValueError, match=r"in epoch 1 all parameters .*frozen \(critic, maker\)"):
+        fit(task, tmp_path, train=samples(8), max_epochs=3, **SIZES)
+    assert len(task.seen) == 2 * 8  # micro-batches of the first epoch, in two turns
+
+
 class Lopsided(Duel):
     """The critic's turn has no weight for some samples, and the maker's weighs them by ``y``."""
 

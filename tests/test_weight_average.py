@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from support import Regression, assert_equal_bits, assert_same, fit, fit_on, samples, weights
+from support import (
+    Regression,
+    assert_equal_bits,
+    assert_same,
+    fit,
+    fit_on,
+    on_ranks,
+    samples,
+    weights,
+)
 from torch import Tensor, nn
 
 from trainer import Trainer, load_weights
@@ -109,6 +118,38 @@ def test_a_resumed_run_goes_on_with_the_average(kind: str, tmp_path: Path) -> No
     assert_equal_bits(weights(rest), weights(whole))
 
 
+class Normalized(Regression):
+    """Has BatchNorm, whose statistics are those of the micro-batches of rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3).double()
+
+    def forward(self, batch: Any) -> Tensor:
+        return super().forward((self.norm(batch[0]), batch[1]))
+
+
+def statistics(run_dir: Path) -> tuple[Weights, Weights, float]:
+    task = Normalized()
+    options = {"weight_average": "ema", "max_epochs": 2, "val": samples(6)}
+    result = fit(task, run_dir, devices=2, train=samples(8), global_batch_size=4, **options)
+    last = result.metrics["val/loss"] if result else 0.0
+    saved = Normalized()
+    load_weights(saved, run_dir / "checkpoints" / "last")
+    return weights(task), weights(saved), last
+
+
+def test_ranks_leave_with_the_statistics_that_were_saved(tmp_path: Path) -> None:
+    [first, second] = on_ranks(2, statistics, tmp_path)
+    assert_equal_bits(first[0], first[1])
+    assert_equal_bits(second[0], first[0])
+    task = Normalized()
+    task.load_state_dict(first[0])
+    options = {"accelerator": "cpu", "run_dir": str(tmp_path / "c"), "global_batch_size": 4}
+    found = Trainer(**options).validate(task, val=samples(6))
+    assert found["val/loss"] == pytest.approx(first[2], rel=1e-12)
+
+
 def test_ranks_have_the_average_of_one_process(tmp_path: Path) -> None:
     options = {**DATA, "micro_batch_size": 1, "max_epochs": 2, "reproducible": True}
     tasks = [Regression(), Regression()]
@@ -126,7 +167,14 @@ def test_a_run_that_wants_no_average_goes_on_from_the_trained_weights(
     assert not torch.equal(weights(part)["net.0.weight"], part.steps[-1]["net.0.weight"])
     fit(rest, tmp_path / "parts", max_steps=5, resume="last", **DATA)
     assert_equal_bits(weights(rest), weights(whole))
-    assert "resume: weight_average=null, so the average is dropped" in capsys.readouterr().out
+    assert "resume: weight_average was ema, so that average is" in capsys.readouterr().out
+
+
+def test_another_kind_of_average_starts_anew(tmp_path: Path) -> None:
+    fit(Kept(), tmp_path, max_epochs=2, weight_average="ema", **DATA)
+    task = Kept()
+    fit(task, tmp_path, max_epochs=4, weight_average="swa", resume="last", **DATA)
+    assert_same(weights(task), mean(task.steps[2::3]))
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,14 @@ from trainer.task import RunFacts, TaskModule, WeightedLoss
 CONTRACT = tuple(
     name
     for name in vars(TaskModule)
-    if not name.startswith("_") and name not in ("run", "global_loss", "forward")
+    if not name.startswith("_")
+    and name not in ("run", "global_loss", "optimizes_itself", "forward")
 )
 
 WRITE = {
     "loss": "loss(self, outputs, batch), which returns the mean loss over the batch's samples",
+    "optimize": "optimize(self, batch, num_samples, global_size), which does a step, as "
+    "optimizes_itself says",
     "configure_optimizers": "configure_optimizers(self), which returns an optimizer over "
     "self.parameters()",
 }
@@ -43,7 +46,7 @@ def check_contract(task: nn.Module, to_fit: bool = False) -> None:
         return  # checked when it was made, by other rules
     missing = [
         method
-        for method in ("loss", "configure_optimizers")
+        for method in ("optimize" if task.optimizes_itself else "loss", "configure_optimizers")
         if getattr(type(task), method) is getattr(TaskModule, method)
     ]
     if "loss" in missing and hasattr(task, "training_step"):

@@ -135,8 +135,8 @@ def _refusal(operation: str) -> ValueError:
         f'  File "{code.co_filename}", line {line}, in {code.co_name}\n'
         f"    {text}\n"
         "Call it in a hook of the TaskModule, which every rank runs (on_epoch_start, "
-        "before_optimizer_step, after_optimizer_step, on_validation_end), or log the value with "
-        "TaskModule.log: the metrics that callbacks and loggers get are over all ranks"
+        "before_optimizer_step, after_optimizer_step, on_validation_end, on_epoch_end), or log the "
+        "value with TaskModule.log: the metrics that callbacks and loggers get are over all ranks"
     )
 
 

@@ -73,7 +73,7 @@ WITHOUT = {
     "benchmark": "set torch.backends.cudnn.benchmark in the task or the script",
     "enable_autolog_hparams": "the config of the run goes to every logger",
     "enable_progress_bar": "the progress bar is the callback `progress`: leave it out with "
-    "~callbacks.progress on the command line; callbacks=False in Python leaves all of them out",
+    "callbacks.progress=null on the command line; callbacks=False in Python leaves all of them out",
     "enable_model_summary": "the start of a run always prints the task's size, in one line",
     "gradient_clip_algorithm": "clipping is by the global L2 norm: set gradient_clip_norm; clip by "
     "value in the task's before_optimizer_step",

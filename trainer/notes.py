@@ -12,6 +12,7 @@ from trainer import distributed
 from trainer.config import TrainerConfig
 from trainer.data.plan import GlobalBatchPlan, ceil_div
 from trainer.messages import counted, listed
+from trainer.task import TaskModule
 
 _FEW_STEPS = 10  # between two validations or checkpoints, which take as long as many steps
 
@@ -40,9 +41,9 @@ def notes_on_epochs(config: TrainerConfig) -> list[str]:
     ]
 
 
-def note_untrained(step: int) -> None:
+def note_untrained(task: TaskModule, step: int) -> None:
     """Print, on rank 0, that no loss has had weight up to ``step``."""
-    if distributed.rank() == 0:
+    if distributed.rank() == 0 and not task.optimizes_itself:
         print(
             f"note: nothing was trained in the first {step} steps: loss returned None (a forgotten "
             "return?) or weight 0 for every micro-batch"

@@ -17,6 +17,7 @@ class TrainState:
         samples: Training samples consumed over all ranks.
         logged_step: The step of the last log event, so that none comes twice.
         validated_step: The step of the last validation, likewise.
+        ended_epoch: The epochs after which ``TaskModule.on_epoch_end`` has run, likewise.
         sample_weight: The planned weight of a sample (see ``step.py``); None before the first step.
         time_s: Seconds spent in ``fit`` over all runs that led here.
     """
@@ -27,6 +28,7 @@ class TrainState:
     samples: int = 0
     logged_step: int = 0
     validated_step: int = -1
+    ended_epoch: int = 0
     sample_weight: float | None = None
     time_s: float = 0.0
 
@@ -36,8 +38,8 @@ class TrainState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take every field from ``state``, as ``state_dict`` returned it."""
-        for name in asdict(self):
-            setattr(self, name, state[name])
+        for name, value in state.items():
+            setattr(self, name, value)
 
 
 class OnTheClock:

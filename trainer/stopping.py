@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -36,6 +36,15 @@ _parent: int | None = None  # of this rank, if it passes signals on to all ranks
 
 class Stop(Exception):  # noqa: N818 - no error
     """Raised on every rank where work that may be cut short ends because one was asked to stop."""
+
+
+@contextmanager
+def cut_short(obey: Callable[[], None]) -> Iterator[None]:
+    """Let a `Stop` end what is done in this context early, and ``obey`` it then."""
+    try:
+        yield
+    except Stop:
+        obey()
 
 
 class Decision(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -64,6 +65,7 @@ class RunFacts(OnTheClock):
         world_size: Number of ranks.
         device: Where the task's parameters and batches are.
         split: ``train``, ``val``, ``test`` or ``predict``: what is being run now.
+        run_dir: The folder of the run; None outside of a fit.
         evaluated_set: Of several validation or test sets, the name of the one that is run now;
             else None.
         turn: Of a task with several optimizers, the name of the one whose turn it is in this step;
@@ -76,6 +78,7 @@ class RunFacts(OnTheClock):
     world_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     split: str = "train"
+    run_dir: Path | None = None
     evaluated_set: str | None = None
     turn: str | None = None
     _state: TrainState = field(default_factory=TrainState, repr=False)

@@ -86,6 +86,7 @@ class Training:
             steps_per_epoch=steps_per_epoch,
             _state=state,
             _logbook=self.logbook,
+            run_dir=run_dir,
             _loggers=loggers,
         )
         self.observers = Observers(self.view, callbacks, loggers, config.checkpoint.on_error)
@@ -160,7 +161,7 @@ class Training:
         self.observers.tell("on_fit_start")
         self.obey()
         if config.num_sanity_val_steps:
-            with self.cut_short():
+            with stopping.cut_short(self.obey):
                 self.session.evaluate_once("val", config.num_sanity_val_steps)
         if state.step and self.stop_reason is None:
             self.after_step()  # resumed: what a signal has kept from being done at this step
@@ -278,7 +279,8 @@ class Training:
             self.log()
         if validate:
             self.validate()
-        if not state.step_in_epoch:  # runs again where a run resumes
+        if state.ended_epoch < state.epoch:
+            state.ended_epoch = state.epoch
             self.end_with(self.task.on_epoch_end, Stream.EPOCH_END)
         if save:
             self.save()
@@ -292,6 +294,7 @@ class Training:
         if self.state.logged_step == self.state.step:
             return
         watch.enter(Phase.LOGGING)
+        self.state.time_s = time.monotonic() - self.started
         is_first = self.state.logged_step == 0
         self.state.logged_step = self.state.step
         pace = self.pace.table(self.turns.take_comm_times)
@@ -301,7 +304,7 @@ class Training:
         self.view.learning_rates = self.turns.learning_rates()
         self.view.memory_mb = self.pace.memory_mb
         if is_first and means.keys().isdisjoint(self.logbook.losses):
-            note_untrained(self.state.step)
+            note_untrained(self.task, self.state.step)
         self.view.record(values)
         self.observers.tell("on_log", values)
         self.write(values)
@@ -310,7 +313,7 @@ class Training:
         """Evaluate the validation sets, unless a signal cuts it short."""
         if not self.val_sets or self.state.validated_step == self.state.step:
             return
-        with self.cut_short(), self.average.applied():
+        with stopping.cut_short(self.obey), self.average.applied():
             values = self.session.evaluate("val", self.val_sets)
             self.state.validated_step = self.state.step
             self.turns.after_validation(values)
@@ -361,14 +364,6 @@ class Training:
             self.signal, self.stop_reason = decision.signal, decision.signal.name
             self.view.request_stop(self.stop_reason)
 
-    @contextmanager
-    def cut_short(self) -> Iterator[None]:
-        """Let a signal end an evaluation early, on all ranks."""
-        try:
-            yield
-        except stopping.Stop:
-            self.obey()
-
     def announce_saved(self) -> None:
         """Tell callbacks of the checkpoints that were completed since the last time."""
         for path in self.saver.completed():
@@ -392,7 +387,7 @@ class Training:
         watch.enter(Phase.FINISHING)
         self.announce_saved()
         if self.test_sets and self.signal is None:
-            with self.cut_short():
+            with stopping.cut_short(self.obey):
                 best = distributed.broadcast_object(self.view.best_checkpoint)
                 self.write(self.session.evaluate_with(best, self.run_dir, "test", self.test_sets))
         self.observers.tell("on_fit_end")

@@ -17,10 +17,12 @@ import torch
 from torch import nn
 
 from trainer import distributed, metrics
+from trainer.config import TrainerConfig
 from trainer.data.loading import MicroBatch
 from trainer.gradients import Gradients, trained_names
 from trainer.logbook import Logbook
 from trainer.lr_scaling import LRScaling
+from trainer.messages import listed
 from trainer.optimization import Schedule, configure_optimizers
 from trainer.options import show
 from trainer.precision import LossScaler
@@ -31,8 +33,24 @@ from trainer.step import StepModule
 from trainer.strategies import build_strategy
 from trainer.strategies.comm_clock import CommTimes
 from trainer.strategies.ddp import check_same_tensors
+from trainer.task import TaskModule
 from trainer.trees import to_device
 from trainer.watch import Phase, watch
+
+# Options for what happens between a loss and the update that follows from it.
+_ON_GRADIENTS = (
+    "precision",
+    "gradient_clip_norm",
+    "reproducible",
+    "lr_scaling",
+    "comm_hook",
+    "bucket_cap_mb",
+    "find_unused_parameters",
+    "static_graph",
+    "gradient_as_bucket_view",
+    "sync_batchnorm",
+    "statistics",
+)
 
 
 class Turn:
@@ -182,12 +200,7 @@ class Turns:
         """
         if session.task.optimizes_itself:
             session.check_undivided()
-            if session.config.statistics:
-                raise ValueError(
-                    f"statistics={show(session.config.statistics)}: "
-                    f"{type(session.task).__name__} optimizes itself, so the Trainer does not see "
-                    "its gradients between backward and update; log norms in optimize"
-                )
+            check_optimizes_itself(session.task, session.config)
         scaling = LRScaling.of(session.config, session.plan.global_batch_size)
         schedules = configure_optimizers(session.task, scaling)
         self.all = tuple(
@@ -214,6 +227,12 @@ class Turns:
             self._session.share_weights()
             return
         self.at_work = [turn for turn in self.all if not turn.is_idle]
+        if not self.at_work:
+            raise ValueError(
+                f"in epoch {task.run.epoch} all parameters of all optimizers are frozen "
+                f"({listed([str(turn.name) for turn in self.all])}), so there is nothing to step "
+                "on; check requires_grad in on_epoch_start"
+            )
         for turn in self.at_work:
             turn.wrap()
 
@@ -265,6 +284,24 @@ class Turns:
             turn.strategy.load_state_dict(states.get(turn.key("strategy"), {}))
 
 
+def check_optimizes_itself(task: TaskModule, config: TrainerConfig) -> None:
+    """Refuse options that act on gradients, of a task that runs backward and steps itself.
+
+    Raises:
+        ValueError: Naming the first of them.
+    """
+    default = TrainerConfig()
+    for name in _ON_GRADIENTS:
+        value = getattr(config, name)
+        # bf16 needs no loss scale, so it is only a matter of the forward.
+        if value != getattr(default, name) and (name, value) != ("precision", "bf16"):
+            raise ValueError(
+                f"{name}={show(value)} with {type(task).__name__}, which optimizes itself (with "
+                "Lightning: automatic_optimization = False), would do nothing; leave it out, or do "
+                "that in the task's own step"
+            )
+
+
 def by_step(
     micros: Iterator[MicroBatch], num_turns: int, device: torch.device
 ) -> Iterator[tuple[int, Iterable[MicroBatch]]]:
@@ -281,6 +318,8 @@ def by_step(
         if num_turns > 1:
             group = [micro._replace(batch=to_device(micro.batch, device)) for micro in group]
         yield first.global_size, group
+        for _ in group:  # that nobody wanted: the next one belongs to another global batch
+            pass
 
 
 def _until_last(micro: MicroBatch, rest: Iterator[MicroBatch]) -> Iterator[MicroBatch]:

@@ -77,6 +77,7 @@ class WeightAverage:
         if not self._count:
             return {}
         return {
+            "kind": self._kind,
             "count": self._count,
             "trained": dict(zip(self._names, self._averages, strict=True)),
         }
@@ -88,11 +89,14 @@ class WeightAverage:
         """
         if not state:
             return
-        if self._kind is not None:
+        if self._kind == state["kind"]:
             self._hold()
             self._count = state["count"]
         elif distributed.rank() == 0:
-            print("resume: weight_average=null, so the average is dropped", flush=True)
+            print(
+                f"resume: weight_average was {state['kind']}, so that average is dropped",
+                flush=True,
+            )
         self._task.load_state_dict(state["trained"], strict=False)
 
     def _update(self, average: Callable[..., None]) -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from trainer.options import show
-
 if TYPE_CHECKING:
     from trainer.config import TrainerConfig
 
@@ -197,18 +195,3 @@ def check_module(module: Any, base: type, stage: str, config: TrainerConfig) -> 
             f"gradient_clip_norm={config.gradient_clip_norm} and configure_gradient_clipping of "
             f"{name} would clip twice; leave one of them out"
         )
-    if not module.automatic_optimization:
-        _check_manual(name, config)
-
-
-def _check_manual(name: str, config: TrainerConfig) -> None:
-    for option, is_set, advice in (
-        ("precision", config.precision == "fp16", "bf16 needs no loss scaling"),
-        ("gradient_clip_norm", config.gradient_clip_norm is not None, "call self.clip_gradients"),
-        ("reproducible", config.reproducible, "gradients are summed in no fixed order then"),
-    ):
-        if is_set:
-            raise ValueError(
-                f"{option}={show(getattr(config, option))} with {name}, which sets "
-                f"automatic_optimization = False: {advice}; leave the option out"
-            )
