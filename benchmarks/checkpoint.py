@@ -63,7 +63,7 @@ def stalls(mebibytes: int, rounds: int) -> dict[str, list[float]]:
         writer = saver._writer
         assert writer is not None
         writer._collect(wait=True)
-        task, optimizer = saver._session.task, saver._optimizer
+        task, optimizer = saver._session.task, saver._turns[0].optimizer
         state = tree_leaves([task.state_dict(), optimizer.state_dict()])
         tensors = [value for value in state if isinstance(value, Tensor)]
         start = time.thread_time()

@@ -167,12 +167,3 @@ def test_each_of_several_optimizers_has_its_own(tmp_path: Path) -> None:
     event = logged(Pair(), tmp_path)[0]
     assert {"train/grad_norm/one", "train/grad_norm/two/two.net.0"} <= set(event)
     assert "train/grad_norm" not in event
-
-
-class Itself(Regression):
-    optimizes_itself = True
-
-
-def test_a_task_that_optimizes_itself_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"statistics=\[gradients,.*Itself optimizes itself"):
-        logged(Itself(), tmp_path)

@@ -194,6 +194,9 @@ def test_of_several_optimizers_one_is_swept(tmp_path: Path) -> None:
 class Itself(Regression):
     optimizes_itself = True
 
+    def optimize(self, batch: Any, num_samples: int, global_size: int) -> None:
+        """Do nothing."""
+
 
 def test_a_task_that_optimizes_itself_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Itself optimizes itself"):
