@@ -147,17 +147,17 @@ def test_the_first_micro_batch_decides_what_a_sample_is_planned_to_weigh() -> No
     for kind, weight in (("mean", 1.0), ("sum", 2.0), ("none", 1.0)):
         step = step_module(kind)
         step(samples(4).tensors, 4, 16)
-        assert step._state.sample_weight == weight
+        assert step._state.sample_weights == {"loss": weight}
         step.task.kind = "sum"
         step(samples(1).tensors, 1, 16)
-        assert step._state.sample_weight == weight
+        assert step._state.sample_weights == {"loss": weight}
     extra, gradients = [], []
     for planned in (0.25, 1.0, 8.0):
         step = StepModule(
             TokenRegression(),
             Logbook(),
             {},
-            TrainState(sample_weight=planned),
+            TrainState(sample_weights={"loss": planned}),
             seed=0,
             averaged_over=1,
             needs_every_parameter=True,

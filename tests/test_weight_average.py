@@ -158,6 +158,29 @@ def test_ranks_have_the_average_of_one_process(tmp_path: Path) -> None:
     assert_equal_bits(*map(weights, tasks))
 
 
+class Replaced(Kept):
+    """Has a buffer that is a new tensor after each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, batch: Any) -> Tensor:
+        if self.training:
+            self.seen = self.seen + batch[0].sum()
+        return super().forward(batch)
+
+
+def test_buffers_that_are_replaced_are_averaged_too(tmp_path: Path) -> None:
+    whole, part, rest = Replaced(), Replaced(), Replaced()
+    options: dict[str, Any] = {"weight_average": "ema", **DATA}
+    fit(whole, tmp_path / "whole", max_epochs=2, **options)
+    fit(part, tmp_path / "parts", max_steps=4, **options)
+    fit(rest, tmp_path / "parts", max_epochs=2, resume="last", **options)
+    assert_same(weights(whole), moving(whole.steps, 0.999))
+    assert_equal_bits(weights(rest), weights(whole))
+
+
 def test_a_run_that_wants_no_average_goes_on_from_the_trained_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

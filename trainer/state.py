@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -18,7 +18,8 @@ class TrainState:
         logged_step: The step of the last log event, so that none comes twice.
         validated_step: The step of the last validation, likewise.
         ended_epoch: The epochs after which ``TaskModule.on_epoch_end`` has run, likewise.
-        sample_weight: The planned weight of a sample (see ``step.py``); None before the first step.
+        sample_weights: The planned weight of a sample (see ``step.py``), by the name of the loss;
+            empty before the first step.
         time_s: Seconds spent in ``fit`` over all runs that led here.
     """
 
@@ -29,7 +30,7 @@ class TrainState:
     logged_step: int = 0
     validated_step: int = -1
     ended_epoch: int = 0
-    sample_weight: float | None = None
+    sample_weights: dict[str, float] = field(default_factory=dict)
     time_s: float = 0.0
 
     def state_dict(self) -> dict[str, Any]:

@@ -140,13 +140,14 @@ class StepModule(nn.Module):
 
     def _unit(self, weight: float, num_samples: int) -> float:
         """Return the planned weight of a sample, which rank 0's first micro-batch decides."""
-        if self._state.sample_weight is None:
+        weights = self._state.sample_weights
+        if self._loss_name not in weights:
             per_sample = weight / max(num_samples, 1)
             unit = 2.0 ** round(math.log2(per_sample)) if per_sample else 1.0
-            self._state.sample_weight = float(
+            weights[self._loss_name] = float(
                 distributed.broadcast_tensor(torch.tensor(unit, dtype=torch.float64))
             )
-        return self._state.sample_weight
+        return weights[self._loss_name]
 
     def _zero(self) -> torch.Tensor:
         if not self._needs_every_parameter:

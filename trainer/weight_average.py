@@ -40,8 +40,8 @@ class WeightAverage:
         self._decay = config.weight_average_decay
         self._start_epoch = config.weight_average_start_epoch
         self._count = 0
-        self._names: list[str] = []
-        self._tensors: list[Tensor] = []  # of the task
+        self._parameters: dict[str, Tensor] = {}
+        self._buffers: dict[str, tuple[nn.Module, str]] = {}  # where each is: a task may replace it
         self._averages: list[Tensor] = []
 
     def after_step(self, epoch: int) -> None:
@@ -68,6 +68,7 @@ class WeightAverage:
         """Let the task have the average from now on, which ends the averaging."""
         self._swap()
         self._kind, self._count = None, 0
+        self._averages = []
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps beside the average, while that is `applied`.
@@ -79,7 +80,7 @@ class WeightAverage:
         return {
             "kind": self._kind,
             "count": self._count,
-            "trained": dict(zip(self._names, self._averages, strict=True)),
+            "trained": dict(zip([*self._parameters, *self._buffers], self._averages, strict=True)),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -101,23 +102,31 @@ class WeightAverage:
 
     def _update(self, average: Callable[..., None]) -> None:
         if self._count:
-            average(self._averages, self._tensors, self._count)
+            average(self._averages, self._tensors(), self._count)
         else:
             self._hold()
         self._count += 1
 
     def _hold(self) -> None:
         """Begin with what the task has now."""
-        named = self._task.state_dict(keep_vars=True)
-        floats = {n: t for n, t in named.items() if isinstance(t, Tensor) and t.is_floating_point()}
-        unique = {id(t): name for name, t in reversed(floats.items())}  # tied weights are one
-        self._names = list(unique.values())
-        self._tensors = [floats[name].detach() for name in self._names]
-        self._averages = [t.clone() for t in self._tensors]
+        saved = self._task.state_dict().keys()
+        self._parameters = {n: p.detach() for n, p in self._task.named_parameters() if n in saved}
+        self._buffers = {
+            name: (self._task.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for name, buffer in self._task.named_buffers()
+            if name in saved and buffer.is_floating_point()
+        }
+        self._averages = [tensor.clone() for tensor in self._tensors()]
+
+    def _tensors(self) -> list[Tensor]:
+        """Return what the task has now, in the order of the averages."""
+        buffers = [module.get_buffer(name).detach() for module, name in self._buffers.values()]
+        return [*self._parameters.values(), *buffers]
 
     @torch.no_grad()
     def _swap(self) -> None:
         if self._count:
-            trained = [t.clone() for t in self._tensors]
-            torch._foreach_copy_(self._tensors, self._averages)
+            tensors = self._tensors()
+            trained = [t.clone() for t in tensors]
+            torch._foreach_copy_(tensors, self._averages)
             torch._foreach_copy_(self._averages, trained)

@@ -71,7 +71,7 @@ def weight_and_gradient() -> dict[str, tuple[float, torch.Tensor]]:
                 TokenRegression().float(),
                 Logbook(),
                 {},
-                TrainState(sample_weight=1.0),
+                TrainState(sample_weights={"loss": 1.0}),
                 seed=0,
                 averaged_over=distributed.world_size(),
                 needs_every_parameter=True,

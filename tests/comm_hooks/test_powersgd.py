@@ -91,7 +91,7 @@ class Wrapped:
             task,
             self.logbook,
             {},
-            TrainState(sample_weight=1.0),
+            TrainState(sample_weights={"loss": 1.0}),
             seed=0,
             averaged_over=distributed.world_size(),
             needs_every_parameter=not self.strategy.may_miss_gradients,

@@ -109,7 +109,9 @@ def step_of_a_task() -> StepModule:
         *(nn.Linear(3, 3).double() for _ in range(5)), nn.Linear(3, 1).double()
     )
     task.net[2].bias.requires_grad = False
-    state = TrainState(sample_weight=2.0)  # not what it is, so the extra weight is needed
+    state = TrainState(
+        sample_weights={"loss": 2.0}
+    )  # not what it is, so the extra weight is needed
     return StepModule(
         task, Logbook(), {}, state, seed=0, averaged_over=2, needs_every_parameter=True
     )

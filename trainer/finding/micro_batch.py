@@ -121,8 +121,9 @@ class _Trials:
         self._here = here
         self.global_batch_size = micros[0].global_size
         self.most = ceil_div(self.global_batch_size, distributed.world_size())
-        training.state.sample_weight = 1.0  # else the first forward would share it
         for turn in training.turns.all:
+            # Else the first forward would share it.
+            training.state.sample_weights[turn.key("loss")] = 1.0
             for group in turn.optimizer.param_groups:
                 _stand_still(group)
         training.average.after_step(_LATE)  # it has copies of its own
