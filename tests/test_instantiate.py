@@ -3,6 +3,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import EarlyStopping as TheirStopping
+from lightning.pytorch.callbacks import ModelCheckpoint as TheirCheckpoint
+from lightning.pytorch.callbacks import Timer as TheirTimer
 from omegaconf import OmegaConf
 
 from trainer.callbacks.base import Callback
@@ -101,7 +104,10 @@ class Mine(Callback):
         ({"x": {"_target_": "trainr.Callback"}}, "there is no module 'trainr'"),
         ([{**STOPPING, "patience": 0}], "patience must be"),
         ({"x": {**STOPPING, "patient": 1}}, r"callbacks\.x cannot be built(.|\n)*'patient'"),
-        (True, r"callbacks is of type builtins\.bool"),
+        (True, r"callbacks is True; .* leave it out for the default ones"),
+        ([TheirStopping("val/loss")], r"EarlyStopping is trainer\.callbacks\.EarlyStopping here"),
+        ([TheirCheckpoint()], r"ModelCheckpoint is the options checkpoint\.\* here"),
+        ([TheirTimer()], r"Timer.*: Lightning's callbacks act on its own loop"),
     ],
 )
 def test_errors(spec: Any, words: str) -> None:

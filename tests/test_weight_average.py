@@ -168,6 +168,7 @@ class Replaced(Kept):
     def forward(self, batch: Any) -> Tensor:
         if self.training:
             self.seen = self.seen + batch[0].sum()
+            self.net[0].weight.data = self.net[0].weight.data.clone()
         return super().forward(batch)
 
 

@@ -9,6 +9,21 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+_LIGHTNING = ("of type lightning.pytorch.", "of type pytorch_lightning.")
+# What does the work of Lightning's callbacks here.
+_ANY_CALLBACK = (
+    "callbacks act on its own loop; see trainer.callbacks and docs/callbacks.md for ours"
+)
+_IN_PLACE_OF = {
+    "EarlyStopping": "EarlyStopping is trainer.callbacks.EarlyStopping here",
+    "ModelCheckpoint": "ModelCheckpoint is the options checkpoint.* here (monitor, keep, ...)",
+    "LearningRateMonitor": "LearningRateMonitor is not needed: rates are logged by default",
+    "StochasticWeightAveraging": "StochasticWeightAveraging is weight_average=swa here",
+    "EMAWeightAveraging": "EMAWeightAveraging is weight_average=ema here",
+    "RichProgressBar": "RichProgressBar is trainer.callbacks.ProgressBar here, a default",
+    "TQDMProgressBar": "TQDMProgressBar is trainer.callbacks.ProgressBar here, a default",
+}
+
 
 def instantiate_all(
     spec: Any,
@@ -77,11 +92,15 @@ def _build(entry: Any, kind: type[T], name: str, adopt: Callable[[Any], Any]) ->
     elif isinstance(built, str):
         found = f"the string {built!r}"
         advice = f"give the object, or a node {{_target_: {built}}} with its full import path"
+    elif built is True:
+        found, advice = "True", "leave it out for the default ones"
     elif isinstance(built, Mapping):
         found, advice = "a mapping without _target_", "add _target_: <import path of the class>"
     else:
         found = f"of type {type(built).__module__}.{type(built).__qualname__}"
         advice = f"derive the class from trainer.{kind.__name__}"
+        if found.startswith(_LIGHTNING) and kind.__name__ == "Callback":
+            advice = "Lightning's " + _IN_PLACE_OF.get(type(built).__name__, _ANY_CALLBACK)
     raise ValueError(f"{name} is {found}; it must be {needed}: {advice}")
 
 

@@ -40,7 +40,7 @@ class WeightAverage:
         self._decay = config.weight_average_decay
         self._start_epoch = config.weight_average_start_epoch
         self._count = 0
-        self._parameters: dict[str, Tensor] = {}
+        self._parameters: dict[str, nn.Parameter] = {}
         self._buffers: dict[str, tuple[nn.Module, str]] = {}  # where each is: a task may replace it
         self._averages: list[Tensor] = []
 
@@ -110,7 +110,7 @@ class WeightAverage:
     def _hold(self) -> None:
         """Begin with what the task has now."""
         saved = self._task.state_dict().keys()
-        self._parameters = {n: p.detach() for n, p in self._task.named_parameters() if n in saved}
+        self._parameters = {n: p for n, p in self._task.named_parameters() if n in saved}
         self._buffers = {
             name: (self._task.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
             for name, buffer in self._task.named_buffers()
@@ -120,8 +120,8 @@ class WeightAverage:
 
     def _tensors(self) -> list[Tensor]:
         """Return what the task has now, in the order of the averages."""
-        buffers = [module.get_buffer(name).detach() for module, name in self._buffers.values()]
-        return [*self._parameters.values(), *buffers]
+        buffers = [module.get_buffer(name) for module, name in self._buffers.values()]
+        return [tensor.detach() for tensor in (*self._parameters.values(), *buffers)]
 
     @torch.no_grad()
     def _swap(self) -> None:

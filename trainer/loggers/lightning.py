@@ -15,6 +15,7 @@ from trainer import attempt
 from trainer.loggers.base import Logger
 from trainer.loggers.delivery import Call, Delivery
 from trainer.loggers.dialects import SUCCESS, dialect_of, is_lightning_logger
+from trainer.messages import warn
 from trainer.provenance import code_version, environment
 from trainer.watch import watch
 
@@ -70,6 +71,7 @@ class LightningLogger(Logger):
         self._dialect = dialect_of(logger)
         self._built_in = os.getpid()
         self._is_named = False  # the external run, by a checkpoint
+        self._is_silent = False  # about its state, of which a warning has told
         self._delivery = Delivery(self.label, capacity)
 
     @property
@@ -107,8 +109,23 @@ class LightningLogger(Logger):
         self._delivery.put(Call("event", partial(self._dialect.log, values, run.step)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what names the external run, so that a resumed run goes on in it."""
-        return self._dialect.state()
+        """Return what names the external run, so that a resumed run goes on in it.
+
+        Where the logger cannot tell, that is warned of once, and the state is empty.
+        """
+        try:
+            state = self._dialect.state()
+            json.dumps(state)  # a checkpoint holds plain values only
+        except Exception as error:
+            if not self._is_silent:
+                self._is_silent = True
+                cause = f"{type(error).__name__}: {error}"
+                warn(
+                    f"{self.label} has no state to keep in checkpoints ({cause}): a resumed "
+                    "run may begin another external run"
+                )
+            return {}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take that back."""
@@ -161,7 +178,14 @@ def _rebuilt(
 
 
 def _names(path: Path) -> dict[str, dict[str, Any]]:
-    names: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+    """Return what the loggers call the run, as an earlier launch has noted it."""
+    if not path.exists():
+        return {}
+    try:
+        names: dict[str, dict[str, Any]] = dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        warn(f"{path} is damaged ({error}): loggers may begin other external runs")
+        return {}
     return names
 
 
