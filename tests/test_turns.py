@@ -229,6 +229,25 @@ def test_if_every_optimizer_sits_out_the_run_ends(tmp_path: Path) -> None:
     assert len(task.seen) == 2 * 8  # micro-batches of the first epoch, in two turns
 
 
+class Sharing(Duel):
+    """Both optimizers have the critic."""
+
+    def configure_optimizers(self) -> Mapping[str, Any]:
+        sgd = torch.optim.SGD
+        return {"critic": sgd(self.critic.parameters(), 0.1), "maker": sgd(self.parameters(), 0.1)}
+
+
+def test_optimizers_may_share_parameters(tmp_path: Path) -> None:
+    tasks = [Sharing(), Sharing()]
+    for world_size, task in enumerate(tasks, start=1):
+        fit_on(world_size, task, tmp_path, train=samples(10), max_epochs=1, **SIZES)
+    assert_same(*tasks)
+    assert changed(weights(tasks[0])) == {"critic", "maker", "shared"}
+    with pytest.raises(ValueError, match=r"find_unused_parameters=true, and critic.*one optimizer"):
+        options = {"max_steps": 1, "find_unused_parameters": True}
+        fit(Sharing(), tmp_path, train=samples(8), **options)
+
+
 class Lopsided(Duel):
     """The critic's turn has no weight for some samples, and the maker's weighs them by ``y``."""
 

@@ -194,6 +194,25 @@ def test_a_run_that_wants_no_average_goes_on_from_the_trained_weights(
     assert "resume: weight_average was ema, so that average is" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"weight_average": "swa", "max_steps": 2}, "swa has averaged nothing: epoch 0 has not en"),
+        (
+            {"weight_average": "ema", "weight_average_start_epoch": 1, "max_epochs": 1},
+            "weight_average=ema has averaged nothing: epoch 1 has not begun",
+        ),
+    ],
+)
+def test_it_is_said_if_nothing_was_averaged(
+    options: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = Kept()
+    fit(task, tmp_path, **DATA, **options)
+    assert_equal_bits(weights(task), task.steps[-1])
+    assert words in capsys.readouterr().out
+
+
 def test_another_kind_of_average_starts_anew(tmp_path: Path) -> None:
     fit(Kept(), tmp_path, max_epochs=2, weight_average="ema", **DATA)
     task = Kept()

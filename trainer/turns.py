@@ -8,6 +8,7 @@ search for parameters that got none is needed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -129,13 +130,13 @@ class Turn:
     @property
     def is_idle(self) -> bool:
         """Whether all of its parameters are frozen, while other turns train theirs."""
-        return self.name is not None and not any(p.requires_grad for p in self._own())
+        return self.name is not None and not any(p.requires_grad for p in self.parameters())
 
     def wrap(self) -> None:
         """Wrap the step module for the parameters that are trained now."""
         self.strategy.teardown()
         if self.name is not None:
-            own = {id(p) for p in self._own()}
+            own = {id(p) for p in self.parameters()}
             trained = (p for p in self._task.parameters() if p.requires_grad)
             self._others = [p for p in trained if id(p) not in own]
         self.module = self.step_module  # lets go of the old wrapper
@@ -164,7 +165,8 @@ class Turn:
                 parameter.requires_grad = True
             task.run = run
 
-    def _own(self) -> Iterator[nn.Parameter]:
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return the optimizer's parameters."""
         return (p for group in self.optimizer.param_groups for p in group["params"])
 
 
@@ -207,6 +209,8 @@ class Turns:
             Turn(name, number, schedule, session, state, logbook, train_metrics)
             for number, (name, schedule) in enumerate(schedules.items())
         )
+        if session.config.find_unused_parameters:
+            _refuse_shared(session.task, self.all)
         self.at_work: Sequence[Turn] = ()
         logbook.losses = tuple(turn.key("loss") for turn in self.all)
         for turn in self.all:
@@ -300,6 +304,19 @@ def check_optimizes_itself(task: TaskModule, config: TrainerConfig) -> None:
                 "Lightning: automatic_optimization = False), would do nothing; leave it out, or do "
                 "that in the task's own step"
             )
+
+
+def _refuse_shared(task: TaskModule, turns: Sequence[Turn]) -> None:
+    """Refuse parameters of several optimizers where DDP looks for unused ones."""
+    count = Counter(id(p) for turn in turns for p in turn.parameters())
+    shared = [name for name, p in task.named_parameters() if count[id(p)] > 1]
+    if shared:
+        raise ValueError(
+            f"find_unused_parameters=true, and {listed(shared)} belong to several optimizers: a "
+            "turn that leaves them unused would be taken for another's; set "
+            "find_unused_parameters=false, as each turn only waits for its own parameters, or give "
+            "each parameter one optimizer"
+        )
 
 
 def by_step(

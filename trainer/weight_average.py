@@ -66,6 +66,12 @@ class WeightAverage:
 
     def keep(self) -> None:
         """Let the task have the average from now on, which ends the averaging."""
+        if self._kind is not None and not self._count and distributed.rank() == 0:
+            print(
+                f"note: weight_average={self._kind} has averaged nothing: epoch {self._start_epoch}"
+                f" {'has not ended' if self._kind == 'swa' else 'has not begun'}",
+                flush=True,
+            )
         self._swap()
         self._kind, self._count = None, 0
         self._averages = []
