@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import os
+import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from tempfile import TemporaryFile
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
-from trainer import DataModule, TaskModule, cli, load_task
+from trainer import DataModule, TaskModule, cli, load_predictions, load_task
 from trainer.command_line import Place, check_command_line
 from trainer.composition import PRESETS, check_config, register_configs
 from trainer.config import TrainerConfig
@@ -430,6 +433,19 @@ def test_predict_keeps_the_predictions(cfg: DictConfig, tmp_path: Path) -> None:
     assert torch.equal(torch.load(tmp_path / "run" / "predictions.pt"), predictions)
 
 
+def test_predictions_may_go_into_a_folder(
+    cfg: DictConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg.mode, cfg.predictions_dir = "predict", str(tmp_path / "new")
+    assert cli.run(cfg) == tmp_path / "new"
+    assert load_predictions(tmp_path / "new").shape == (8, 1)
+    assert f"predictions: {tmp_path / 'new'}\n" in capsys.readouterr().out
+    assert not (tmp_path / "run" / "predictions.pt").exists()
+    cfg.mode = "fit"
+    with pytest.raises(ValueError, match=r"predictions_dir=.* with mode=fit: it is the folder"):
+        cli.run(cfg)
+
+
 def test_the_trainer_comes_first_and_gets_nodes(
     cfg: DictConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -487,17 +503,39 @@ if __name__ == "__main__":
 """
 
 
-def program(folder: str, *overrides: str) -> subprocess.CompletedProcess[str]:
-    script = Path(folder).parent / "program.py"
-    script.write_text(PROGRAM)
-    return subprocess.run(
-        [sys.executable, script, *overrides],
-        cwd=Path(folder).parent,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+class Ended(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def program(folder: str, *arguments: str, is_heard: bool = True) -> Ended:
+    """Run PROGRAM in a fork, which has its imports; its output may be one that nobody reads."""
+    Path(folder).with_name("program.py").write_text(PROGRAM)
+    with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
+        if (pid := os.fork()) == 0:
+            try:
+                os.chdir(Path(folder).parent)
+                reader, writer = os.pipe()
+                os.close(reader)
+                os.dup2(out.fileno() if is_heard else writer, 1)
+                os.dup2(err.fileno(), 2)
+                for name, number in (("stdout", 1), ("stderr", 2)):
+                    setattr(sys, name, os.fdopen(number, "w", closefd=False))
+                sys.argv, status = ["program.py", *arguments], 0
+                try:
+                    runpy.run_path("program.py", run_name="__main__")
+                except SystemExit as end:
+                    status = int(str(end.code))
+                sys.stdout.flush()  # as at the end of every program
+                sys.stderr.flush()
+                os._exit(status)
+            finally:
+                os._exit(99)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        out.seek(0)
+        err.seek(0)
+        return Ended(status, out.read(), err.read())
 
 
 def test_a_mistake_is_one_line_and_leaves_no_folder(folder: str) -> None:
@@ -512,12 +550,34 @@ def test_a_mistake_is_one_line_and_leaves_no_folder(folder: str) -> None:
 
 
 def test_a_run_has_one_folder_and_no_noise(folder: str) -> None:
-    done = program(folder, "trainer.run_dir=made", "+logger=none")
+    script = Path(folder).with_name("program.py")
+    script.write_text(PROGRAM)
+    done = subprocess.run(  # as users start it
+        [sys.executable, script, "trainer.run_dir=made", "+logger=none"],
+        cwd=script.parent,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.endswith("step 2\n")
     assert sorted(os.listdir(Path(folder).parent)) == ["conf", "made", "program.py"]
     made = os.listdir(Path(folder).parent / "made")
     assert sorted(made) == [".hydra", ".lock", "checkpoints", "run.json"]
+
+
+@pytest.mark.parametrize("flags", [["--help"], ["--cfg", "job"]])
+def test_what_only_prints_ends_in_silence_when_nobody_reads(folder: str, flags: list[str]) -> None:
+    done = program(folder, *flags, is_heard=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
+
+
+def test_a_run_whose_output_nobody_reads_says_so(folder: str) -> None:
+    done = program(folder, is_heard=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ended, because whoever read the output has closed it")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_failure_is_printed_once_without_hydra(folder: str) -> None:

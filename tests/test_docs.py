@@ -164,7 +164,8 @@ def test_importing_the_package_loads_nothing_beside_torch_and_numpy() -> None:
     program = (
         "import sys, numpy, torch\n"
         "before = set(sys.modules)\n"
-        "import trainer\n"
+        "import trainer, trainer.callbacks, trainer.checkpoint\n"
+        "import trainer.instantiate, trainer.loggers\n"
         "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
         "print(sorted(new - {'trainer', 'numpy'} - set(sys.stdlib_module_names)))\n"
     )

@@ -1,57 +1,12 @@
 """Evaluation's parts in one process; the numbers are shown on real ranks elsewhere."""
 
-from typing import NamedTuple
-
 import pytest
 import torch
 from support import Regression, fit, samples
 from torch import nn
 
 from trainer import TaskModule, Trainer
-from trainer.evaluation import evaluating, join
-
-
-class Pair(NamedTuple):
-    left: object
-    right: object
-
-
-@pytest.mark.parametrize(
-    ("parts", "sizes", "expected"),
-    [
-        ([], [], []),
-        ([None, None], [2, 1], None),
-        ([["a", "b"], ["c"]], [2, 1], ["a", "b", "c"]),
-        ([(["a"], None), (["b"], None)], [1, 1], (["a", "b"], None)),
-        (
-            [Pair(["a"], {"x": [1]}), Pair(["b"], {"x": [2]})],
-            [1, 1],
-            Pair(["a", "b"], {"x": [1, 2]}),
-        ),
-    ],
-)
-def test_outputs_are_joined_by_their_kind(parts, sizes, expected):
-    found = join(parts, sizes)
-    assert found == expected
-    assert type(found) is type(expected)
-
-
-def test_a_list_has_one_entry_per_sample_even_if_these_have_as_many():
-    assert join([[[1, 2], [3, 4]], [[5, 6], [7, 8]]], [2, 2]) == [[1, 2], [3, 4], [5, 6], [7, 8]]
-    with pytest.raises(ValueError, match="predict returned a list for a batch of 3 samples"):
-        join([[torch.ones(3), torch.ones(3)]] * 2, [3, 3])
-
-
-def test_tensors_are_joined_by_sample():
-    assert join([torch.ones(2, 3), torch.zeros(1, 3)], [2, 1]).shape == (3, 3)
-
-
-@pytest.mark.parametrize(
-    "parts", [[torch.ones(2), torch.ones(2)], [["a", "b"], ["c", "d"]], [1, 2]]
-)
-def test_outputs_of_another_length_are_refused(parts):
-    with pytest.raises(ValueError, match="for a batch of 2 samples; it must return tensors whose"):
-        join(parts, [2, 1])
+from trainer.evaluation import evaluating
 
 
 class Noting(Regression):

@@ -5,21 +5,19 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 from support import assert_equal_bits
 
-from trainer import Trainer, load_task
+from trainer import Trainer, load_task, run
 from trainer.command_line import Place, check_command_line
 from trainer.composition import register_configs
 
 SOURCE = Path(__file__).parents[1] / "docs" / "example_project"
 QUICK = ["experiment=quick", "trainer.accelerator=cpu"]
-
-Program = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
@@ -31,26 +29,15 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def spirals(project: Path) -> Program:
-    """Run the project's program in its folder."""
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "spirals.train", *arguments],
-            cwd=project,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def sweep(project: Path, spirals: Program) -> Path:
+def sweep(project: Path) -> Path:
     """A sweep over ranks and widths, of which one cannot be built; its folder."""
-    done = spirals(
-        *QUICK, "--multirun", "trainer.devices=1,2", "task.width=8,-1,8", "hydra.sweep.dir=sweep"
+    overrides = ["trainer.devices=1,2", "task.width=8,-1,8", "hydra.sweep.dir=sweep"]
+    done = subprocess.run(
+        [sys.executable, "-m", "spirals.train", *QUICK, "--multirun", *overrides],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     (project / "sweep" / "stdout").write_text(done.stdout)
     (project / "sweep" / "stderr").write_text(done.stderr)
@@ -101,15 +88,17 @@ def test_a_job_gets_nothing_from_those_before_it(sweep: Path) -> None:
 
 
 def test_a_checkpoint_is_tested_and_loaded(
-    sweep: Path, spirals: Program, project: Path, monkeypatch: pytest.MonkeyPatch
+    sweep: Path, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = spirals(*QUICK, "task.width=8", "mode=test", "ckpt_path=sweep/3/checkpoints/best")
-    assert done.returncode == 0, done.stderr
-    loss = next(line for line in done.stdout.splitlines() if line.startswith("test/loss"))
-    expected = values(sweep / "3" / "metrics.jsonl")["test/loss"]
-    assert float(loss.split()[1]) == pytest.approx(expected, rel=1e-4)
-
     monkeypatch.syspath_prepend(str(project))
+    monkeypatch.chdir(project)
+    overrides = ["task.width=8", "mode=test", "ckpt_path=sweep/3/checkpoints/best"]
+    register_configs()
+    with initialize_config_dir(str(project / "spirals" / "conf"), version_base="1.3"):
+        cfg = compose("config", overrides=[*QUICK, *overrides])
+    expected = values(sweep / "3" / "metrics.jsonl")["test/loss"]
+    assert run(cfg)["test/loss"] == pytest.approx(expected, rel=1e-5)
+
     task = load_task(sweep / "2" / "checkpoints" / "best")
     saved = load_file(sweep / "2" / "checkpoints" / "best" / "model.safetensors")
     assert task.net[0].weight.shape == (8, 2)  # type: ignore[index, union-attr]

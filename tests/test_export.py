@@ -36,9 +36,9 @@ class Nested(TaskModule):
         return {"x": hidden, "more": [hidden.argmax(1), hidden.sum(1) > 0]}
 
 
-def nested(size: int, label: str = "a") -> Any:
+def nested(size: int) -> Any:
     pair = (torch.arange(size) / 8, torch.zeros(size))
-    return {"x": torch.randn(size, 3), "pair": pair, "label": label}
+    return {"x": torch.randn(size, 3), "pair": pair, "class": "a"}
 
 
 def run(path: Path, *tensors: Tensor) -> Any:
@@ -54,7 +54,7 @@ def test_a_program_takes_what_it_needs_and_computes_the_same_for_any_size(tmp_pa
         "more_0": "int64 (batch)",
         "more_1": "bool (batch)",
     }
-    assert (report.unused, report.fixed) == (["pair_1"], {"label": "a"})
+    assert (report.unused, report.fixed) == (["pair_1"], {"class_": "a"})
     assert report.differences == {5: 0.0, 2: 0.0}
     assert task.training  # as it was
     batch = nested(7)
@@ -198,6 +198,13 @@ def test_mistakes(name: str, batch: Any, options: Any, match: str, tmp_path: Pat
         export(Nested(), tmp_path / name, batch, **options)
 
 
+def test_only_a_task_on_the_cpu_is_taken(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"Linear is no trainer.TaskModule"):
+        export(nn.Linear(3, 2), tmp_path / "a.pt2", torch.ones(4, 3))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the task is on meta; export works on the CPU"):
+        export(Nested().to("meta"), tmp_path / "a.pt2", nested(4))
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         yield from torch.arange(20.0)
@@ -251,7 +258,10 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ([str(checkpoint), str(tmp_path / "a.pt2")], "error: .* is there already"),
         ([str(tmp_path), str(tmp_path / "b.pt2")], "error: .* is no checkpoint"),
         ([str(checkpoint), str(tmp_path / "b.pt2"), "--dynamic", "text"], "error: --dynamic text"),
-        ([str(checkpoint), str(tmp_path / "b.pt2"), "--batch", str(batch)], "error: .*has no attr"),
+        (
+            [str(checkpoint), str(tmp_path / "b.pt2"), "--batch", str(batch)],
+            "error: .* fails on the batch: Attr",
+        ),
     ):
         with pytest.raises(SystemExit, match=match):
             main(arguments)

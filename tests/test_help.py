@@ -11,9 +11,8 @@ from hydra import compose, initialize_config_dir
 
 import recipes.mnist
 from trainer.composition import register_configs
-from trainer.config import TrainerConfig, option_names
-from trainer.help import TITLES, help_page, program
-from trainer.options import option_fields
+from trainer.config import option_names
+from trainer.help import help_page, program
 
 CONF = str(Path(__file__).parents[1] / "conf")
 
@@ -70,7 +69,16 @@ def test_every_option_has_one_line_that_fits(monkeypatch: pytest.MonkeyPatch) ->
     assert max(map(len, lines[2:])) <= 90
 
 
-def test_the_titles_stand_before_options() -> None:
-    names = list(option_fields(TrainerConfig))
-    assert next(iter(TITLES)) == names[0]
-    assert set(TITLES) <= set(names)
+def test_options_stand_below_the_titles_they_belong_to() -> None:
+    below, title = {}, ""
+    for line in page().splitlines():
+        if line and not line.startswith(" "):
+            title = line
+        elif line.startswith("  trainer."):
+            below[line.split("=")[0].removeprefix("  trainer.")] = title
+    assert set(below) == set(option_names())
+    assert below["devices"] == "Ranks"
+    assert below["num_threads"] == below["profile"] == below["compile"] == "Speed"
+    folder = "The run's folder and checkpoints"
+    assert below["run_dir"] == below["checkpoint.keep"] == below["resume"] == folder
+    assert below["max_restarts"] == "Failures"

@@ -14,6 +14,7 @@ from trainer import distributed, joining, launcher, slurm, starting
 from trainer.config import TrainerConfig
 from trainer.failures import Failure, RankError, death_of, follows_from_another
 from trainer.launcher import find_launcher, launch, local_ranks
+from trainer.rank import in_child
 from trainer.starting import threads_per_rank
 
 TORCHRUN = {
@@ -222,7 +223,7 @@ def test_one_rank_runs_in_this_process(capsys):
     local = object()
 
     def job(value):
-        assert not launcher.in_child()
+        assert not in_child()
         assert not distributed.is_initialized()
         return value, torch.get_num_threads()
 

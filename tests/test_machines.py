@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer.config import TrainerConfig
-from trainer.launcher import find_launcher, launched_rank, this_machine
+from trainer.launcher import find_launcher, is_one_of_several, speaks_for_all, this_machine
 from trainer.machines import Machine
 
 KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
@@ -60,8 +60,17 @@ def test_a_pod_starts_its_own_ranks(env, devices, machine):
     assert find_launcher("auto", env)[0] == "kubernetes"
     assert machine(env) == Machine(2, 3, "job-master-0", 23456, devices)
     assert machine(env, num_nodes=3, devices=4, launcher="kubernetes").rank == 2
-    assert launched_rank({}) == 2
-    assert launched_rank({"launcher": "self"}) is None
+    assert is_one_of_several({})
+    assert not speaks_for_all({})
+    assert not is_one_of_several({"launcher": "self"})
+    assert speaks_for_all({"launcher": "self"})
+
+
+@pytest.mark.parametrize("told", ["gpu", "cpu"])
+def test_a_pod_may_be_told_to_use_all_its_devices(told, machine):
+    env = {**AUTO, "PET_NPROC_PER_NODE": told}
+    assert machine(env) == Machine(2, 3, "job-master-0", 23456, "auto")
+    assert machine(env, devices=2).devices is None  # which is the option's
 
 
 @pytest.mark.parametrize(
@@ -105,6 +114,9 @@ def test_pods_that_only_torchrun_brings_together_do_not_train_alone(machine):
             {"num_nodes": 3, "devices": 2},
             "WORLD_SIZE=8 in the environment, but num_nodes=3 and devices=2; unset it",
         ),
+        ({**BY_HAND, "NODE_RANK": "node-2"}, {"num_nodes": 3}, "NODE_RANK=node-2 in the environ"),
+        ({**BY_HAND, "MASTER_PORT": "any"}, {"num_nodes": 3}, "MASTER_PORT=any .* a whole number"),
+        ({**OPERATOR, "PET_NODE_RANK": "w-2"}, {}, "PET_NODE_RANK=w-2 in the environment is not"),
         ({}, {"num_nodes": 3}, r"torchrun --nnodes=3 .*(.|\n)*or set MASTER_ADDR, MASTER_PORT, N"),
     ],
 )
@@ -115,7 +127,15 @@ def test_what_contradicts_itself_is_refused(env, options, problem, machine):
 
 def test_machines_are_told_by_hand(machine):
     assert machine(BY_HAND, num_nodes=3) == Machine(2, 3, "job-master-0", 23456)
-    assert launched_rank({"num_nodes": 3}) == 2
+    assert machine(BY_HAND, num_nodes=3, launcher="self").rank == 2
+    assert is_one_of_several({"num_nodes": 3})
+    assert not speaks_for_all({"num_nodes": 3})
     assert machine({**BY_HAND, "WORLD_SIZE": "6"}, num_nodes=3, devices=2).rank == 2
     assert machine(BY_HAND) is None  # left over
-    assert launched_rank({}) is None
+    assert not is_one_of_several({})
+
+
+def test_the_first_of_several_speaks_for_all(monkeypatch):
+    monkeypatch.setattr("os.environ", {**BY_HAND, "NODE_RANK": "0"})
+    assert is_one_of_several({"num_nodes": 3})
+    assert speaks_for_all({"num_nodes": 3})

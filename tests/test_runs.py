@@ -78,9 +78,9 @@ def test_the_order(
 def test_the_best_value_is_what_the_run_says_or_the_user(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_run(tmp_path / "a", [0.5, None, 0.7, 0.6], config=config(1, monitor="val/loss"))
+    write_run(tmp_path / "a", [None, 0.5, 0.7, 0.6], config=config(1, monitor="val/loss"))
     (row,) = rows(capsys, tmp_path)
-    assert [row[f"{what}val/loss"] for what in ("", "best ", "step of best ")] == [0.6, 0.5, 10]
+    assert [row[f"{what}val/loss"] for what in ("", "best ", "step of best ")] == [0.6, 0.5, 20]
     (row,) = rows(capsys, tmp_path, "--metric", "val/loss:max")
     assert [row[f"{what}val/loss"] for what in ("", "best ", "step of best ")] == [0.6, 0.7, 30]
     write_run(tmp_path / "m", [0.5], config=config(1, monitor="train/loss", mode="max"))
@@ -153,10 +153,14 @@ def test_a_broken_run_file_leaves_what_the_events_tell(
 def test_options_of_several_tasks_are_told_apart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_run(tmp_path / "a", [0.5], config={"task": {"a": {"lr": 1}, "b": {"lr": 1}, "s": []}})
-    write_run(tmp_path / "b", [0.5], config={"task": {"a": {"lr": 2}, "b": {"lr": 2}, "x": [1]}})
+    one = {"_target_": "my.tasks.One", "a": {"lr": 1}, "b": {"lr": 1}, "s": []}
+    other = {"_target_": "my.tasks.Other", "a": {"lr": 2}, "b": {"lr": 2}, "x": [1]}
+    write_run(tmp_path / "a", [0.5], config={"task": one})
+    write_run(tmp_path / "b", [0.5], config={"task": other})
     main([str(tmp_path)])
-    assert capsys.readouterr().out.split()[8:12] == ["a.lr", "b.lr", "s", "x"]
+    heads, first, _ = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert heads[-5:] == ["task", "a.lr", "b.lr", "s", "x"]
+    assert first[-5:] == ["One", "1", "1", "[]", "-"]
 
 
 def test_two_runs_are_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -243,8 +243,8 @@ def test_optimizers_may_share_parameters(tmp_path: Path) -> None:
         fit_on(world_size, task, tmp_path, train=samples(10), max_epochs=1, **SIZES)
     assert_same(*tasks)
     assert changed(weights(tasks[0])) == {"critic", "maker", "shared"}
+    options: dict[str, Any] = {"max_steps": 1, "find_unused_parameters": True}
     with pytest.raises(ValueError, match=r"find_unused_parameters=true, and critic.*one optimizer"):
-        options = {"max_steps": 1, "find_unused_parameters": True}
         fit(Sharing(), tmp_path, train=samples(8), **options)
 
 

@@ -16,6 +16,7 @@ from trainer.finding.micro_batch_report import MicroBatchReport
 from trainer.logbook import NotFiniteError
 from trainer.loggers import Logger
 from trainer.planning.report import PlanReport
+from trainer.predictions import load_predictions
 from trainer.run import FitResult, Run
 from trainer.seeding import seed_everything
 from trainer.task import OptimizerSetup, RunFacts, TaskModule, WeightedLoss
@@ -39,6 +40,7 @@ __all__ = [
     "WeightedLoss",
     "as_lightning",
     "hydra_main",
+    "load_predictions",
     "load_task",
     "load_weights",
     "run",

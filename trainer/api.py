@@ -23,12 +23,13 @@ from trainer.data.module import DataModule
 from trainer.determinism import deterministic_algorithms
 from trainer.guard import no_collectives
 from trainer.instantiate import instantiate_all
-from trainer.launcher import in_child, launch, starts_ranks, this_machine
+from trainer.launcher import launch, starts_ranks, this_machine
 from trainer.lightning import adapted
 from trainer.loggers import Logger, default_loggers
 from trainer.loggers.lightning import adopt
 from trainer.notes import print_notes
 from trainer.options import from_options
+from trainer.rank import in_child
 from trainer.run import FitResult
 from trainer.run_dir import choose_run_dir
 from trainer.seeding import seed_everything
@@ -198,7 +199,8 @@ class Trainer:
             predict: The data to predict for.
             ckpt_path: ``best``, ``last`` or a path; None for the weights as they are.
             output_dir: Write one file per micro-batch there instead, named by position, and
-                return the folder: for predictions that do not fit into memory.
+                return the folder: for predictions that do not fit into memory. What
+                `load_predictions` reads.
             spelled: Data as Lightning's Trainer takes it: ``datamodule``, ``dataloaders``.
         """
         given = {"predict": predict}

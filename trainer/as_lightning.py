@@ -26,22 +26,27 @@ def as_lightning(task: TaskModule) -> LightningModule:
 
     Checkpoints that Lightning writes have the task's own names, so ``init_from`` takes them.
     Several ranks under Lightning average the means of their batches, so there a `WeightedLoss` is
-    only right on one rank or for equal weights.
+    only right on one rank or for equal weights. What ``on_fit_end`` returns goes to the loggers.
 
     Args:
         task: A complete task, with a loss and an optimizer.
 
     Raises:
         ValueError: If it is incomplete, or needs what only our Trainer has: several optimizers by
-            turns, or a loss over the global batch.
+            turns, a loss over the global batch, or steps of its own.
         ModuleNotFoundError: If Lightning is not installed.
     """
-    check_contract(task, to_fit=True)
     if task.global_loss:
         raise ValueError(
             f"{type(task).__name__} has global_loss=True: Lightning's Trainer shows a loss the "
             "batch of one rank only"
         )
+    if task.optimizes_itself:
+        raise ValueError(
+            f"{type(task).__name__} has optimizes_itself=True: Lightning's Trainer would train it "
+            "by its loss, and never call optimize"
+        )
+    check_contract(task, to_fit=True)
     module: LightningModule = _module_class()(task)
     return module
 
@@ -70,15 +75,17 @@ def _module_class() -> Any:
             self.task = task
             self.values: Any = _Values(self)
             self.clock = TrainState()
+            self.samples = 0  # those of the batch that is at work included
+            self.first_step: int | None = None  # of the epoch; unknown before the first one
             self.split = "train"
             # By split and name; not part of a checkpoint.
-            self.metrics: Any = nn.ModuleDict(
-                {
-                    split: nn.ModuleDict({n: m.clone() for n, m in found.items()})
-                    for split in ("train", "val", "test")
-                    if (found := task.build_metrics(split))
-                }
-            )
+            self.metrics: dict[str, dict[str, Any]] = {
+                split: {name: metric.clone() for name, metric in found.items()}
+                for split in ("train", "val", "test")
+                if (found := task.build_metrics(split))
+            }
+            # They go to the device with the module; no name of theirs can be one of its methods.
+            self.moved = nn.ModuleList(m for own in self.metrics.values() for m in own.values())
 
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
             return self.task.state_dict(*args, **kwargs)
@@ -118,7 +125,9 @@ def _module_class() -> Any:
             return {"optimizer": setup.optimizer, "lr_scheduler": schedule}
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self._computed(batch, "train", self.task)
+            loss = self._computed(batch, "train", self.task)
+            self.samples += self.values.num_samples * self.trainer.world_size
+            return loss
 
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             self._computed(batch, "val", self.task.eval_forward)
@@ -134,7 +143,17 @@ def _module_class() -> Any:
             self._tell("train")
             self.task.on_fit_start()
 
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["samples"] = self.samples
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.clock.samples = self.samples = checkpoint["samples"]
+
         def on_train_epoch_start(self) -> None:
+            is_resumed = self.first_step is None and self._steps_per_epoch() is not None
+            self.first_step = self.global_step
+            if is_resumed:  # perhaps in mid-epoch
+                self.first_step = self.current_epoch * (self._steps_per_epoch() or 0)
             self._tell("train")
             self.task.on_epoch_start()
 
@@ -142,19 +161,27 @@ def _module_class() -> Any:
             self.task.before_optimizer_step()
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.task.after_optimizer_step()
+            if self.global_step > self.clock.step:  # not where gradients accumulate further
+                self.task.after_optimizer_step()
+            self.clock.samples = self.samples
 
         def on_validation_end(self) -> None:
             if not self.trainer.sanity_checking:
+                self._tell("train")
                 known = self.trainer.callback_metrics
                 values = {n: float(v) for n, v in known.items() if n.startswith("val/")}
                 self.task.on_validation_end(values)
 
         def on_train_epoch_end(self) -> None:
-            self._log_own(self.task.on_epoch_end())
+            self._tell("train", is_over=True)
+            for name, value in (self.task.on_epoch_end() or {}).items():
+                self.log(name, value)
 
         def on_train_end(self) -> None:
-            self.task.on_fit_end()
+            values = dict(self.task.on_fit_end() or {})
+            for logger in self.loggers if values else ():  # Lightning's self.log is over by now
+                logger.log_metrics(values, self.global_step)
+            self.first_step = None
             self.task.run = type(self.task.run)()
 
         def _computed(self, batch: Any, split: str, forward: Any) -> Any:
@@ -167,28 +194,32 @@ def _module_class() -> Any:
                 self.log(f"{split}/{name}", metric, on_step=False, on_epoch=True)
             if split in self.metrics:
                 with torch.no_grad():
-                    self.task.update_metrics(dict(self.metrics[split].items()), outputs, batch)
+                    self.task.update_metrics(self.metrics[split], outputs, batch)
             if value is None:
                 return None
             mean = value / weight if isinstance(loss, WeightedLoss) else value
             self.report("loss", mean.detach(), weight)
             return mean
 
-        def _log_own(self, values: Mapping[str, float] | None) -> None:
-            for name, value in (values or {}).items():
-                self.log(name, value)
+        def _steps_per_epoch(self) -> int | None:
+            batches = self.trainer.num_training_batches
+            if batches == float("inf"):
+                return None
+            return int(-(-batches // self.trainer.accumulate_grad_batches))
 
-        def _tell(self, split: str) -> None:
-            """Have the task know where the run is."""
-            trainer, clock = self.trainer, self.clock
+        def _tell(self, split: str, is_over: bool = False) -> None:
+            """Have the task know where the run is; ``is_over`` if an epoch is."""
+            trainer, clock, per_epoch = self.trainer, self.clock, self._steps_per_epoch()
             clock.step, clock.epoch = self.global_step, self.current_epoch
+            clock.step_in_epoch = clock.step - (self.first_step or 0)
+            if is_over or clock.step_in_epoch == per_epoch:
+                clock.epoch, clock.step_in_epoch = clock.epoch + 1, 0
             self.split = split
             total = trainer.estimated_stepping_batches if split == "train" else None
-            per_epoch = trainer.num_training_batches
             self.task.run = replace(
                 self.task.run,
                 total_steps=int(total) if total not in (None, float("inf")) else None,
-                steps_per_epoch=int(per_epoch) if per_epoch != float("inf") else None,
+                steps_per_epoch=per_epoch,
                 rank=self.global_rank,
                 world_size=trainer.world_size,
                 device=self.device,

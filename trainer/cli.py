@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import os
+import select
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -20,7 +23,7 @@ from trainer.failures import shown
 from trainer.flags import check_flags, read_arguments
 from trainer.help import help_page
 from trainer.instantiate import build_node
-from trainer.launcher import launched_rank
+from trainer.launcher import speaks_for_all
 from trainer.run_dir import folder_of
 from trainer.urls import is_url
 from trainer.verify.report import VerifyReport
@@ -73,13 +76,14 @@ def run(cfg: DictConfig | dict[str, Any]) -> Any:
             ``callbacks`` and ``logger`` (name -> node), ``mode`` (fit, validate, test, predict,
             verify, plan, find_lr or find_micro_batch_size), the options of the last three below
             keys of their names, ``test`` (after fit, test the best weights), ``ckpt_path`` (the
-            weights to validate, test or predict with: ``best``, ``last`` or a path) and
-            ``optimized_metric``.
+            weights to validate, test or predict with: ``best``, ``last`` or a path),
+            ``predictions_dir`` (the ``output_dir`` of `Trainer.predict`) and ``optimized_metric``.
 
     Returns:
         The metric that ``optimized_metric`` names, for sweepers; where there is none, what the mode
         returns: a `FitResult`, the metrics, a report (of verify, plan, find_lr, ...) or the
-        predictions (which are also written to ``predictions.pt`` in the run's folder). None on
+        predictions (also written to ``predictions.pt`` in the run's folder; with
+        ``predictions_dir`` only there, and that is returned). None on
         ranks other than 0.
 
     Raises:
@@ -112,10 +116,12 @@ def run(cfg: DictConfig | dict[str, Any]) -> Any:
         if report is not None:
             print(report, flush=True)
         return report
-    if mode != "fit" and not launched_rank(options):
+    if mode != "fit" and speaks_for_all(options):
         ckpt_path = _find_weights(ckpt_path, options["run_dir"])
     if mode == "predict":
-        return _keep(trainer.predict(task, data, ckpt_path=ckpt_path), options["run_dir"])
+        output_dir = cfg.get("predictions_dir")
+        predictions = trainer.predict(task, data, ckpt_path=ckpt_path, output_dir=output_dir)
+        return _keep(predictions, options["run_dir"], output_dir)
     if mode == "fit":
         result: Any = trainer.fit(task, data, test_best=cfg.get("test", False))
         metrics = None if result is None else result.metrics
@@ -154,14 +160,16 @@ def _run_program(main: Callable[[DictConfig], Any], folder: str, config_name: st
     shows = args.help or args.hydra_help or args.info or args.shell_completion
     try:
         check_flags(args)
-        rank = None
+        joins = False
         if not (shows or args.experimental_rerun):
-            rank = check_command_line(place, args.overrides, args.multirun)
+            joins = check_command_line(place, args.overrides, args.multirun)
     except ValueError as mistake:
         if _is_first():
             print(f"error: {mistake}", file=sys.stderr)
         sys.exit(1)
-    if rank:  # rank 0 makes the one folder
+    if shows or args.cfg:  # `| head` ends this as it ends any program that only prints
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    if joins:
         own = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout"]
         sys.argv[1:] = [*args.overrides, *own, *sys.argv[1 + len(args.overrides) :]]
     register_configs()
@@ -188,6 +196,8 @@ def _job(main: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
             can_go_on = cfg.get("mode", "fit") == "fit"
             _end_interrupted(_run_dir(cfg.get("trainer") or {}) if can_go_on else None)
         except Exception as error:
+            if isinstance(error, BrokenPipeError) and _is_unheard():
+                _end_unheard()
             if swept:  # a sweeper may want to go on
                 from trainer.sweeps import fail_job
 
@@ -209,9 +219,29 @@ def _end_interrupted(run_dir: str | None = None) -> NoReturn:
     sys.exit(130)
 
 
+def _is_unheard() -> bool:
+    """Whether nobody reads any more what this program prints, as after ``| head``."""
+    output = select.poll()
+    output.register(1, 0)
+    return any(event & select.POLLERR for _, event in output.poll(0))
+
+
+def _end_unheard() -> NoReturn:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still to be printed
+    print(
+        "error: ended, because whoever read the output has closed it (| head?); write it into a "
+        "file instead: > log.txt",
+        file=sys.stderr,
+    )
+    sys.exit(1)
+
+
 def _is_first() -> bool:
     """Whether this process speaks for all that a launcher started."""
-    return not launched_rank({})
+    try:
+        return speaks_for_all({})
+    except ValueError:  # nobody knows
+        return True
 
 
 def _find_weights(ckpt_path: str | None, run_dir: str | None) -> Path | None:
@@ -238,29 +268,29 @@ def _nodes(cfg: DictConfig, key: str) -> Any:
 def _run_dir(options: Mapping[str, Any]) -> str | None:
     """Return the given folder or url, else Hydra's folder; None if this rank has neither."""
     from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
 
     given = options.get("run_dir")
     if not HydraConfig.initialized():
         return given
     hydra = HydraConfig.get()
-    if hydra.mode == RunMode.MULTIRUN:
-        from trainer.sweeps import check_run_dir
-
-        check_run_dir(given)
     if is_url(given):
         return given
-    return None if launched_rank(options) else str(hydra.runtime.output_dir)
+    return str(hydra.runtime.output_dir) if speaks_for_all(options) else None
 
 
-def _keep(predictions: Any, run_dir: str | None) -> Any:
-    if predictions is not None and run_dir is not None:
+def _keep(predictions: Any, run_dir: str | None, output_dir: str | None) -> Any:
+    """Write the predictions into the run's folder, unless they are in files; print where."""
+    if predictions is None or not _is_first():
+        return predictions
+    path: str | Path | None = output_dir
+    if path is None and run_dir is not None:
         import torch
 
         path = folder_of(run_dir) / "predictions.pt"
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(predictions, path)
-        print(f"predictions: {path}")
+    if path is not None:
+        print(f"predictions: {path}", flush=True)
     return predictions
 
 

@@ -23,7 +23,7 @@ from trainer.composition import (
 )
 from trainer.config import TrainerConfig
 from trainer.instantiate import check_targets
-from trainer.launcher import launched_rank
+from trainer.launcher import is_one_of_several, speaks_for_all
 from trainer.lock import check_free
 from trainer.run_dir import check_writable, slurm_run_dir
 
@@ -51,7 +51,7 @@ class Place(NamedTuple):
     more: str | None = None
 
 
-def check_command_line(place: Place, overrides: list[str], multirun: bool) -> int | None:
+def check_command_line(place: Place, overrides: list[str], multirun: bool) -> bool:
     """Compose without types and check, for each single value of a sweep.
 
     Args:
@@ -60,7 +60,7 @@ def check_command_line(place: Place, overrides: list[str], multirun: bool) -> in
         multirun: Whether it has the flag for a sweep; ``hydra.mode`` may ask for one, too.
 
     Returns:
-        This process's rank if a launcher started it as one of several.
+        Whether another process, the first of several, makes the run's folder.
 
     Raises:
         ValueError: With our message for what Hydra or `check_config` refuses.
@@ -83,24 +83,24 @@ def check_command_line(place: Place, overrides: list[str], multirun: bool) -> in
             cfg, _ = _compose_explained(place, variant)
             options = _check(cfg, parsed, place)
             check_run_dir(options.get("run_dir"))
-        if launched_rank(options) is not None:
+        if is_one_of_several(options):
             raise ValueError(
                 "--multirun under torchrun or srun: every rank would run a sweep of its own; start "
                 "the sweep without it, the Trainer starts the ranks of each job"
             )
-        return None
+        return False
     _check_one_value(parsed)
-    if hydra.job.chdir and launched_rank(cfg.get("trainer") or {}) is not None:
+    if hydra.job.chdir and is_one_of_several(cfg.get("trainer") or {}):
         raise ValueError(
             "hydra.job.chdir=true under torchrun or srun: only rank 0 knows the folder; leave it "
             "out, and write ${hydra:runtime.output_dir} where the config needs the folder"
         )
     options = _check(cfg, parsed, place)
-    rank, run_dir = launched_rank(options), options.get("run_dir")
+    run_dir = options.get("run_dir")
     check_writable(run_dir or slurm_run_dir() or _given_dir(parsed) or "outputs")
-    if cfg.get("mode") == "fit" and rank is None:
+    if cfg.get("mode") == "fit" and not is_one_of_several(options):
         check_free(Path(hydra_run_dir(run_dir)))
-    return rank
+    return not speaks_for_all(options)
 
 
 def _parse(overrides: list[str]) -> list[Override]:

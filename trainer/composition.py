@@ -39,6 +39,7 @@ DEFAULTS: dict[str, Any] = {
     **{mode: asdict(options()) for mode, options in OWN_OPTIONS.items()},
     "test": False,
     "ckpt_path": None,
+    "predictions_dir": None,
     "optimized_metric": None,
 }
 READ_KEYS = ("task", "data", "trainer", "callbacks", "logger", *list(DEFAULTS)[2:])
@@ -117,6 +118,11 @@ def check_config(cfg: DictConfig) -> dict[str, Any]:
             f"ckpt_path={cfg.ckpt_path} with mode={cfg.get('mode', 'fit')}: it names the weights "
             "to validate, test or predict with; to go on from a checkpoint set trainer.resume, to "
             "start a new run from its weights trainer.init_from"
+        )
+    if cfg.get("predictions_dir") is not None and cfg.get("mode", "fit") != "predict":
+        raise ValueError(
+            f"predictions_dir={cfg.predictions_dir} with mode={cfg.get('mode', 'fit')}: it is the "
+            "folder for the predictions of mode=predict; leave it out"
         )
     for key in ("task", "data"):
         node = cfg.get(key)
@@ -208,12 +214,9 @@ def _open_keys(node: Any, prefix: str = "") -> list[str]:
     return [prefix[1:]] if node == "???" else []
 
 
-def _named_node(cls: type, **arguments: Any) -> tuple[str, dict[str, Any]]:
+def _named_node(cls: type) -> tuple[str, dict[str, Any]]:
     """Return the name of the class's file, and a node with every argument to set."""
-    values = {
-        name: arguments.get(name, parameter.default)
-        for name, parameter in inspect.signature(cls).parameters.items()
-    }
+    values = {name: each.default for name, each in inspect.signature(cls).parameters.items()}
     target = f"{cls.__module__}.{cls.__qualname__}"
     return cls.__module__.rpartition(".")[2], {"_target_": target, **values}
 

@@ -70,7 +70,11 @@ class TrainerConfig:
     """
 
     devices: int | str = option(
-        1, "Ranks (processes) per machine; `auto`: all devices.", at_least=1, choices=("auto",)
+        1,
+        "Ranks (processes) per machine; `auto`: all devices.",
+        at_least=1,
+        choices=("auto",),
+        section="Ranks",
     )
     num_nodes: int = option(
         1,
@@ -90,7 +94,10 @@ class TrainerConfig:
         choices=("auto", "self", "torchrun", "slurm", "kubernetes"),
     )
     strategy: Any = option(  # noqa: RUF009
-        "ddp", "`ddp`, or a node with the `_target_` of a strategy of your own.", choices=("ddp",)
+        "ddp",
+        "`ddp`, or a node with the `_target_` of a strategy of your own.",
+        choices=("ddp",),
+        section="Gradients between ranks",
     )
     bucket_cap_mb: float | str | None = option(
         None,
@@ -134,6 +141,7 @@ class TrainerConfig:
         f"Samples per optimizer step, over all ranks. null: {DEFAULT_GLOBAL_BATCH_SIZE}, or what a "
         "DataLoader of your own says; giving both is an error.",
         at_least=1,
+        section="Batches",
     )
     micro_batch_size: int | None = option(
         None,
@@ -153,7 +161,10 @@ class TrainerConfig:
         "auto", "Page-locked batches, for faster copies; `auto`: on CUDA.", choices=("auto",)
     )
     max_epochs: int | None = option(
-        None, "Stop after so many epochs. This or `max_steps` is required to fit.", at_least=1
+        None,
+        "Stop after so many epochs. This or `max_steps` is required to fit.",
+        at_least=1,
+        section="Length",
     )
     max_steps: int | None = option(
         None, "Stop after so many optimizer steps; with both, whichever comes first.", at_least=1
@@ -163,6 +174,7 @@ class TrainerConfig:
         "`fp32`, `bf16` (autocast) or `fp16` (autocast with loss scaling). Lightning's spellings "
         "(`32-true`, `bf16-mixed`, `16-mixed`, ...) work too.",
         choices=tuple(PRECISIONS),
+        section="Optimization",
     )
     gradient_clip_norm: float | None = option(
         None, "Clip the gradients' global L2 norm to this, right before the step.", above=0
@@ -200,13 +212,19 @@ class TrainerConfig:
         "Of everything random: data order, dropout, and the initial weights of a task that is made "
         "after the Trainer, which seeds when it is made (on the command line it is).",
         at_least=0,
+        section="Random numbers",
     )
     reproducible: bool = option(
         False,
         "The same bits at any world size that is a power of two, up to `global_batch_size` / "
         "`micro_batch_size`, which must be given. `num_threads=auto` then is 1.",
     )
-    log_every_n_steps: int = option(50, "Steps between two log events.", at_least=1)
+    log_every_n_steps: int = option(
+        50,
+        "Steps between two log events.",
+        at_least=1,
+        section="Logging and validation",
+    )
     statistics: list[str] = option(  # noqa: RUF009
         [],
         "What to log of the steps that are logged, over all and by module: `gradients` "
@@ -221,7 +239,10 @@ class TrainerConfig:
         1, "Validate every so many epochs; null: not by epochs.", at_least=1
     )
     limit_train_batches: int | None = option(
-        None, "At most so many global batches per training epoch.", at_least=1
+        None,
+        "At most so many global batches per training epoch.",
+        at_least=1,
+        section="Short runs, and the search for mistakes",
     )
     limit_val_batches: int | None = option(
         None, "At most so many global batches per validation.", at_least=1
@@ -244,11 +265,34 @@ class TrainerConfig:
         "Compile the task's `forward` (torch.compile), cut where gradients leave for the other "
         "ranks; or a mode of torch.compile's.",
         choices=("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+        section="Speed",
     )
     matmul_precision: str | None = option(
         None,
         "torch.set_float32_matmul_precision; null leaves torch's setting alone.",
         choices=("highest", "high", "medium"),
+    )
+    num_threads: int | str = option(
+        "auto",
+        "CPU threads per rank; `auto`: the machine's cores shared between its ranks.",
+        at_least=1,
+        choices=("auto",),
+    )
+    profile: str | None = option(
+        None,
+        "`10-14`: trace these steps of a fit by torch.profiler, into a file per rank. `startup`: "
+        "after the first step, say where the time since the start of the program went; after a "
+        "restart, since that.",
+        choices=("startup",),
+        form=("steps such as 10-14", r"[1-9]\d*(-[1-9]\d*)?"),
+    )
+    run_dir: str | None = option(
+        None,
+        "The folder for everything a run writes. null: Hydra's output folder, else "
+        "`runs/<time>`; under SLURM `runs/<job name>-<job id>`. Or a url for its checkpoints "
+        "(`s3://bucket/run`: any that fsspec knows); the other files are then in "
+        "`runs/s3/bucket/run`.",
+        section="The run's folder and checkpoints",
     )
     checkpoint: CheckpointConfig = field(
         default_factory=CheckpointConfig, metadata={"doc": "When to write checkpoints."}
@@ -276,6 +320,7 @@ class TrainerConfig:
         "forward, saving, ...) and that a collective may wait; then the run ends and says why.",
         above=0,
         at_most=_LONGEST_S,
+        section="Failures",
     )
     start_timeout_s: float | None = option(
         None,
@@ -289,27 +334,6 @@ class TrainerConfig:
         "How often ranks that fail are all started again, from the newest checkpoint of the run. "
         "Under torchrun, its `--max-restarts` counts.",
         at_least=0,
-    )
-    profile: str | None = option(
-        None,
-        "`10-14`: trace these steps of a fit by torch.profiler, into a file per rank. `startup`: "
-        "after the first step, say where the time since the start of the program went; after a "
-        "restart, since that.",
-        choices=("startup",),
-        form=("steps such as 10-14", r"[1-9]\d*(-[1-9]\d*)?"),
-    )
-    num_threads: int | str = option(
-        "auto",
-        "CPU threads per rank; `auto`: the machine's cores shared between its ranks.",
-        at_least=1,
-        choices=("auto",),
-    )
-    run_dir: str | None = option(
-        None,
-        "The folder for everything a run writes. null: Hydra's output folder, else "
-        "`runs/<time>`; under SLURM `runs/<job name>-<job id>`. Or a url for its checkpoints "
-        "(`s3://bucket/run`: any that fsspec knows); the other files are then in "
-        "`runs/s3/bucket/run`.",
     )
 
     def __post_init__(self) -> None:

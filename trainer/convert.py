@@ -16,6 +16,8 @@ from trainer.checkpoint.manifest import CONFIG, verified
 from trainer.checkpoint.weights import read_weights
 from trainer.checkpoint.writer import read_state
 
+LEFT_OUT = "hyper_parameters_left_out"  # in the config: names (see ``lightning.kept``)
+
 
 def to_lightning(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return what a checkpoint of Lightning says in place of one of ours.
@@ -66,11 +68,35 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         if given.out.exists():
             raise ValueError(f"{given.out} is there already; give another name, or remove it")
-        converted = to_lightning(given.checkpoint)
-    except ValueError as error:
+        if not given.out.parent.is_dir():
+            raise ValueError(f"there is no folder {given.out.parent}; make it, or give another")
+        folder = find("", given.checkpoint, of_run="last")
+        converted = to_lightning(folder)
+        left_out = _config(folder).get(LEFT_OUT) or []
+        _write(converted, given.out)
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-    torch.save(converted, given.out)
     print(f"{given.out}: step {converted['global_step']}, epoch {converted['epoch']}")
+    if read_state(folder).get("weight_average"):
+        print(
+            "note: its weights are the average (weight_average), beside the optimizer's state for "
+            "those that were trained"
+        )
+    if left_out:
+        print(
+            f"note: it has no hyperparameters {', '.join(left_out)}, which are no plain values; "
+            "give them to load_from_checkpoint"
+        )
+
+
+def _write(converted: dict[str, Any], out: Path) -> None:
+    """Write the file, or nothing."""
+    part = out.with_name(f".{out.name}.part")
+    try:
+        torch.save(converted, part)
+        part.replace(out)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _taken_apart(scheduler: Mapping[str, Any]) -> list[Any]:
@@ -134,11 +160,17 @@ def _loops(clock: Mapping[str, Any]) -> dict[str, Any]:
 
 def _arguments(folder: Path) -> dict[str, Any]:
     """Return the hyperparameters of a LightningModule, or the task's arguments in the config."""
+    config = _config(folder)
+    found = config.get("hyper_parameters") or config.get("task") or {}
+    return {name: value for name, value in found.items() if not name.startswith("_")}
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """Return the config of the run."""
     from omegaconf import OmegaConf
 
     config: Any = OmegaConf.to_container(OmegaConf.load(verified(folder, CONFIG)))
-    found = config.get("hyper_parameters") or config.get("task") or {}
-    return {name: value for name, value in found.items() if not name.startswith("_")}
+    return dict(config)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ Every sample is computed once, by one rank, outside the strategy's wrapper.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +20,10 @@ from trainer.data.loading import Batches
 from trainer.global_loss import TaskLoss
 from trainer.logbook import Logbook, full_names
 from trainer.precision import Precision
+from trainer.predictions import Part, join, make_folder, write_index, write_part
 from trainer.seeding import Stream, seed_generators, stream_key
 from trainer.task import TaskModule, WeightedLoss
-from trainer.trees import has_rows, joined, to_device
+from trainer.trees import to_device
 from trainer.watch import Phase, watch
 
 
@@ -115,16 +117,16 @@ def predict(
 
     With ``output_dir``, each rank writes ``predictions-<position of the first sample>.pt`` there
     for every micro-batch instead, and the folder is returned: file names in order are the
-    dataset's order. The folder is made if it is not there.
+    dataset's order, and `load_predictions` reads them. The folder is made if it is not there.
 
     Raises:
         ValueError: If the predictions of a batch cannot be told apart by sample, or if
             ``output_dir`` cannot be made or holds predictions already.
     """
     if output_dir is not None:
-        _make_output_dir(output_dir)
+        make_folder(output_dir)
     distributed.share_buffers(task)
-    mine: list[tuple[int, int, Any]] = []
+    mine: list[tuple[Part, Any]] = []
     task._begin_evaluation("predict")
     with evaluating(task, "predict", None):
         for micro in watch.loading(batches.epoch(0), then=Phase.VALIDATION):
@@ -134,19 +136,20 @@ def predict(
             with precision.autocast():
                 outputs = task.predict(to_device(micro.batch, device))
             outputs = to_device(outputs, torch.device("cpu"))
-            if output_dir is None:
-                mine.append((micro.position, micro.num_samples, outputs))
-            else:
-                torch.save(outputs, output_dir / f"predictions-{micro.position:012d}.pt")
+            part = micro.position, micro.num_samples
+            if output_dir is not None:
+                write_part(output_dir, part, outputs)
+                outputs = None
+            mine.append((part, outputs))
     task._end_evaluation("predict", {})
-    if output_dir is not None:
-        distributed.barrier()
-        return output_dir
     gathered = distributed.gather_object(mine)
+    parts = sorted(itertools.chain.from_iterable(gathered or ()), key=lambda part: part[0])
+    if output_dir is not None:
+        distributed.on_first_rank(lambda: write_index(output_dir, [part for part, _ in parts]))
+        return output_dir
     if gathered is None:
         return None
-    parts = sorted((part for rank in gathered for part in rank), key=lambda part: part[0])
-    return join([part for *_, part in parts], [size for _, size, _ in parts])
+    return join([outputs for _, outputs in parts], [size for (_, size), _ in parts])
 
 
 @contextmanager
@@ -165,50 +168,3 @@ def evaluating(
         task.run = run
         for module, training in modes:
             module.training = training
-
-
-def _make_output_dir(folder: Path) -> None:
-    """Make the folder on every machine, before any rank writes into it."""
-    distributed.on_first_rank(lambda: _check_has_none(folder))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"output_dir {folder} cannot be made: {error.strerror}; give a folder that can be "
-            "written"
-        ) from error
-
-
-def _check_has_none(folder: Path) -> None:
-    if folder.is_dir() and any(folder.glob("predictions-*.pt")):
-        raise ValueError(
-            f"output_dir {folder} holds predictions already, which would be mixed with the new "
-            "ones; give another folder or remove them"
-        )
-
-
-def join(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Concatenate the predictions for micro-batches of ``sizes`` samples into those for all.
-
-    A list has one entry per sample, even where these have as many entries themselves.
-
-    Raises:
-        ValueError: If anything does not belong to samples.
-    """
-    if not parts:
-        return []
-    return joined(parts, sizes, _join_leaves, "the prediction", fields_in_lists=False)
-
-
-def _join_leaves(parts: Sequence[Any], sizes: Sequence[int], path: str) -> Any:
-    first = parts[0]
-    if all(part is None for part in parts):
-        return None
-    if isinstance(first, torch.Tensor) and all(map(has_rows, parts, sizes)):
-        return torch.cat(list(parts))
-    shape = f" of shape {tuple(first.shape)}" if isinstance(first, torch.Tensor) else ""
-    raise ValueError(
-        f"predict returned a {type(first).__name__}{shape} for a batch of {sizes[0]} samples; it "
-        "must return tensors whose first dimension is the samples, lists with one entry per "
-        "sample, or tuples or dicts of these"
-    )

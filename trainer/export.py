@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from trainer.exporting.program import (
     unused,
 )
 from trainer.instantiate import build_node
+from trainer.seeding import OwnStream
 from trainer.task import TaskModule
 from trainer.trees import rows
 
@@ -115,7 +116,7 @@ def export(
     path = _new_file(path)
     if method not in _METHODS:
         raise ValueError(f"method={method} is not allowed; it must be one of {', '.join(_METHODS)}")
-    _check_on_cpu(task)
+    _check_task(task)
     compute, what = getattr(task, method), f"{type(task).__name__}.{method}"
     for batch in batches:
         check_parts(batch)
@@ -125,9 +126,11 @@ def export(
         batches = (whole, *(rows(whole, size, 0, n) for n in _CHECKED if n < size))
     sizes = [task.batch_size(batch) for batch in batches]
     with evaluating(task, "predict", None):
-        draws.watch()
-        computed = [compute(batch) for batch in batches]
-        if draws.anything_drawn():
+        with OwnStream(0):
+            draws.watch()
+            computed = [_computed(compute, batch, what) for batch in batches]
+            draws_numbers = draws.anything_drawn()
+        if draws_numbers:
             raise ValueError(
                 f"{what} draws random numbers, and a program would draw others; compute without "
                 "them where self.training is False"
@@ -218,6 +221,7 @@ def main(arguments: list[str] | None = None) -> None:
         dynamic = _parsed(given.dynamic)
         checkpoint = find("", given.checkpoint)
         task = load_task(checkpoint)
+        _check_task(task)
         if given.batch is None:
             batches = example_batches(task, _data_of(checkpoint))
         else:
@@ -238,7 +242,12 @@ def _new_file(path: str | os.PathLike[str]) -> Path:
     return path
 
 
-def _check_on_cpu(task: nn.Module) -> None:
+def _check_task(task: nn.Module) -> None:
+    if not isinstance(task, TaskModule):
+        raise ValueError(
+            f"{type(task).__name__} is no trainer.TaskModule; for other modules there are "
+            "torch.onnx.export and torch.export.export, and to_onnx of a LightningModule"
+        )
     tensors = [*task.parameters(), *task.buffers()]
     if elsewhere := [tensor.device for tensor in tensors if tensor.device.type != "cpu"]:
         raise ValueError(f"the task is on {elsewhere[0]}; export works on the CPU: task.cpu()")
@@ -260,6 +269,15 @@ def _data_of(checkpoint: Path) -> DataModule:
             "be taken; give one by --batch"
         )
     return data
+
+
+def _computed(compute: Callable[[Any], Any], batch: Any, what: str) -> Any:
+    try:
+        return compute(batch)
+    except Exception as error:
+        raise ValueError(
+            f"{what} itself fails on the batch: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _parsed(dimensions: Sequence[str]) -> dict[str, list[int]]:

@@ -21,22 +21,8 @@ KEYS = {
     "mode": ", ".join(MODES[:-1]) + f" or {MODES[-1]}",
     "test": "after fit, test the best weights",
     "ckpt_path": "the weights to validate, test or predict with: best, last or a path",
+    "predictions_dir": "write predictions there, a file per micro-batch; null: in one file",
     "optimized_metric": "the metric that a sweeper gets, or a list of them",
-}
-# Options come in the order of their class; a title stands before the one it names.
-TITLES = {
-    "devices": "Ranks",
-    "strategy": "Gradients between ranks",
-    "global_batch_size": "Batches",
-    "max_epochs": "Length",
-    "precision": "Optimization",
-    "seed": "Random numbers",
-    "log_every_n_steps": "Logging and validation",
-    "limit_train_batches": "Short runs, and the search for mistakes",
-    "compile": "Compilation",
-    "checkpoint": "Checkpoints",
-    "timeout_s": "Failures",
-    "profile": "This machine",
 }
 FLAGS = {
     "--multirun, -m": "a job for each value of trainer.devices=1,2 or task.x=3,4",
@@ -89,10 +75,10 @@ def _sections(cfg: Mapping[str, Any]) -> Iterator[tuple[str, Rows]]:
     title = ""
     rows: list[tuple[str, str]] = []
     for name, spec in option_fields(TrainerConfig).items():
-        if name in TITLES:
+        if begins := spec.metadata.get("section"):
             if rows:
                 yield title, iter(rows)
-            title, rows = TITLES[name], []
+            title, rows = begins, []
         if name == "checkpoint":
             rows += _options(CheckpointConfig, cfg["trainer"]["checkpoint"], "trainer.checkpoint.")
         else:

@@ -22,8 +22,7 @@ from trainer.joining import run_as_rank
 from trainer.lazy_dynamo import defer_dynamo
 from trainer.machines import Machine
 from trainer.messages import counted
-from trainer.rank import Group, Work
-from trainer.rank import in_child as in_child  # callers of `launch` ask it too
+from trainer.rank import Group, Work, in_child
 from trainer.starting import num_threads, threads_per_rank
 
 _STARTING = ("self", "kubernetes")  # under these, this process starts the ranks of its machine
@@ -66,7 +65,7 @@ def launch(
     launcher, reason = find_launcher(config.launcher, os.environ)
     if launcher not in _STARTING:
         return run_as_rank(job, args, config, where, kind, launcher, reason, can_stop)
-    machine = this_machine(config)
+    machine = _machine(launcher, config)
     count = local_ranks((machine and machine.devices) or config.devices, kind)
     if machine is not None and config.max_restarts:
         raise ValueError(_restarts_of_machines(config))
@@ -93,30 +92,31 @@ def this_machine(config: TrainerConfig) -> Machine | None:
         ValueError: If nobody tells what it has to know of the others, or if that contradicts the
             options.
     """
-    launcher, _ = find_launcher(config.launcher, os.environ)
-    if launcher == "kubernetes":
-        return machines.pod(os.environ, config)
-    if launcher != "self" or config.num_nodes == 1:
-        return None
-    machine = machines.by_hand(os.environ, config)
-    if machine is None:
-        raise ValueError(_several_machines(config))
-    return machine
+    return _machine(find_launcher(config.launcher, os.environ)[0], config)
 
 
-def launched_rank(options: Mapping[str, Any]) -> int | None:
-    """Return this process's number if it is one of several, each started from outside, else None.
+def is_one_of_several(options: Mapping[str, Any]) -> bool:
+    """Whether this process is one of several that were started from outside: ranks, or machines.
 
     Args:
         options: Of the Trainer, as far as they are known.
+
+    Raises:
+        ValueError: If what the environment tells is no number.
     """
-    launcher, _ = find_launcher(options.get("launcher", "auto"), os.environ)
-    if launcher == "self":
-        is_one_of_several = options.get("num_nodes", 1) != 1
-        return int(os.environ.get("NODE_RANK", "0")) if is_one_of_several else None
-    names = {"slurm": ["SLURM_PROCID"], "kubernetes": ["PET_NODE_RANK", "RANK"]}
-    found = (os.environ[name] for name in names.get(launcher, ["RANK"]) if name in os.environ)
-    return int(next(found, "0"))
+    return _number_outside(options) is not None
+
+
+def speaks_for_all(options: Mapping[str, Any]) -> bool:
+    """Whether this process is the first of several that were started from outside, or alone.
+
+    Args:
+        options: Of the Trainer, as far as they are known.
+
+    Raises:
+        ValueError: If what the environment tells is no number.
+    """
+    return not _number_outside(options)
 
 
 def find_launcher(choice: str, env: Mapping[str, str]) -> tuple[str, str]:
@@ -189,6 +189,31 @@ def local_ranks(devices: int | str, kind: str) -> int:
     return count
 
 
+def _machine(launcher: str, config: TrainerConfig) -> Machine | None:
+    if launcher == "kubernetes":
+        return machines.pod(os.environ, config)
+    if launcher != "self" or config.num_nodes == 1:
+        return None
+    machine = machines.by_hand(os.environ, config)
+    if machine is None:
+        raise ValueError(_several_machines(config))
+    return machine
+
+
+def _number_outside(options: Mapping[str, Any]) -> int | None:
+    """Return the number of this process, or of its machine; None if it is alone."""
+    launcher, _ = find_launcher(options.get("launcher", "auto"), os.environ)
+    if launcher == "self" and options.get("num_nodes", 1) == 1:
+        return None
+    names = {
+        "self": ["NODE_RANK"],
+        "slurm": ["SLURM_PROCID"],
+        "kubernetes": ["PET_NODE_RANK", "RANK"],
+    }
+    told = [name for name in names.get(launcher, ["RANK"]) if name in os.environ]
+    return machines.number(told[0], os.environ[told[0]]) if told else 0
+
+
 def _start_ranks(
     work: Work,
     config: TrainerConfig,
@@ -224,7 +249,7 @@ def _ignored(env: Mapping[str, str]) -> str:
     """Return what looks as if this process were one of several, though it is not taken for one."""
     if slurm.num_tasks(env) > 1:
         return f"; SLURM has {slurm.num_tasks(env)} tasks for this job: srun starts them"
-    if int(env.get("WORLD_SIZE", "1")) > 1 and "RANK" in env:
+    if env.get("WORLD_SIZE", "1") != "1" and "RANK" in env:
         return (
             f"; not used: RANK={env['RANK']}, WORLD_SIZE={env['WORLD_SIZE']} (unset them, or set "
             "launcher=torchrun if they are meant)"

@@ -23,14 +23,14 @@ class Machine:
         count: How many there are.
         address: Where rank 0 is found by the others.
         port: Likewise.
-        devices: The ranks that each machine has; None where nobody has told.
+        devices: The ranks that each machine has, or auto; None where nobody has told.
     """
 
     rank: int
     count: int
     address: str
     port: int
-    devices: int | None = None
+    devices: int | str | None = None
 
 
 def is_pod(env: Mapping[str, str]) -> bool:
@@ -56,26 +56,37 @@ def pod(env: Mapping[str, str], config: TrainerConfig) -> Machine:
         ValueError: If only torchrun can bring the pods together, or if the variables contradict
             each other or the options.
     """
-    told = env.get("PET_NPROC_PER_NODE", "")  # a number, auto, cpu or gpu
+    told = env.get("PET_NPROC_PER_NODE", "")  # a number, cpu, gpu, or auto: also if nobody says so
     devices = int(told) if told.isdigit() else None
-    world_size = int(env.get("WORLD_SIZE", "0"))
+    world_size = number("WORLD_SIZE", env.get("WORLD_SIZE", "0"))
     count = env.get("PET_NNODES") or str(world_size // (devices or 1))
-    rank = env.get("PET_NODE_RANK", env.get("RANK"))
-    address = env.get("MASTER_ADDR", env.get("PET_MASTER_ADDR"))
-    port = env.get("MASTER_PORT", env.get("PET_MASTER_PORT"))
+    rank, address, port = (
+        next((name for name in names if name in env), None)
+        for names in (
+            ("PET_NODE_RANK", "RANK"),
+            ("MASTER_ADDR", "PET_MASTER_ADDR"),
+            ("MASTER_PORT", "PET_MASTER_PORT"),
+        )
+    )
     if ":" in count or rank is None or address is None or port is None:
         raise ValueError(
             f"this pod is one of {count.replace(':', ' to ')}, but its variables do not say which "
             "one, so only torchrun can bring them together: write torchrun in place of python in "
             "the job's command (or set launcher=self, to train in this pod alone)"
         )
-    found = Machine(int(rank), int(count), address, int(port), devices)
+    found = Machine(
+        number(rank, env[rank]),
+        number("PET_NNODES", count),
+        env[address],
+        number(port, env[port]),
+        "auto" if told in ("cpu", "gpu") and config.devices == 1 else devices,
+    )
     if world_size and world_size not in (found.count, found.count * (devices or 1)):
         raise ValueError(
             f"WORLD_SIZE={world_size} fits neither PET_NNODES={count} nor PET_NPROC_PER_NODE="
             f"{told or 'unset'}; is it left over from something else? Unset it"
         )
-    _check_rank(found, "PET_NODE_RANK" if "PET_NODE_RANK" in env else "RANK")
+    _check_rank(found, rank)
     if config.num_nodes not in (1, found.count):
         raise ValueError(
             f"num_nodes={config.num_nodes}, but this job has {found.count} pods; leave num_nodes "
@@ -97,10 +108,10 @@ def by_hand(env: Mapping[str, str], config: TrainerConfig) -> Machine | None:
     """
     if not all(name in env for name in BY_HAND):
         return None
-    rank, port = int(env["NODE_RANK"]), int(env["MASTER_PORT"])
+    rank, port = (number(name, env[name]) for name in ("NODE_RANK", "MASTER_PORT"))
     found = Machine(rank, config.num_nodes, env["MASTER_ADDR"], port)
     _check_rank(found, "NODE_RANK")
-    world_size = int(env.get("WORLD_SIZE", "0"))
+    world_size = number("WORLD_SIZE", env.get("WORLD_SIZE", "0"))
     devices = 1 if config.devices == "auto" else int(config.devices)
     if world_size and world_size not in (found.count, found.count * devices):
         raise ValueError(
@@ -108,6 +119,19 @@ def by_hand(env: Mapping[str, str], config: TrainerConfig) -> Machine | None:
             f"devices={config.devices}; unset it, or set the options so that they agree"
         )
     return found
+
+
+def number(name: str, value: str) -> int:
+    """Return the value of a variable that must be a whole number.
+
+    Raises:
+        ValueError: If it is something else.
+    """
+    try:
+        return int(value)
+    except ValueError:
+        message = f"{name}={value} in the environment is not allowed; it must be a whole number"
+        raise ValueError(message) from None
 
 
 def _check_rank(machine: Machine, name: str) -> None:

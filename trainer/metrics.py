@@ -12,6 +12,7 @@ of them were a rank. Sums of integers, minima and maxima are exact as they are.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -102,6 +103,53 @@ def synchronised_here(metrics: MetricSet) -> Iterator[None]:
     finally:
         for part, on_compute, to_sync in before:
             part.sync_on_compute, part._to_sync = on_compute, to_sync
+
+
+def gather_here(metrics: MetricSet, check: Callable[[str], None]) -> Callable[[], None]:
+    """Have the ``compute`` of a user's metrics see the updates of all ranks.
+
+    It is a collective from now on: every rank must call it, those without an update too.
+
+    Args:
+        metrics: Each by itself.
+        check: Called with the name of what is about to be computed; raises where a rank may not.
+
+    Returns:
+        Undoes it.
+    """
+    own = [(metric, metric.compute) for metric in metrics.values()]
+    for metric, compute in own:
+        metric.compute = _over_ranks(metric, compute, check)
+
+    def undo() -> None:
+        for metric, compute in own:
+            metric.compute = compute
+
+    return undo
+
+
+def _over_ranks(
+    metric: Metric, own: Callable[..., Any], check: Callable[[str], None]
+) -> Callable[..., Any]:
+    """Return ``metric.compute`` over all ranks, given that of one rank."""
+
+    @functools.wraps(own)
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        if not metric._to_sync:  # the value of one batch, or the user does not want it
+            return own(*args, **kwargs)
+        check(f"{type(metric).__name__}.compute()")
+        before = _state(metric)
+        every = distributed.all_gather_object(map_leaves(_packed, before))
+        states = [map_leaves(_unpacked, state) for state in every if state is not None]
+        metric._to_sync = False
+        try:
+            _load(metric, _combine(metric, states) if states else None)
+            return own(*args, **kwargs)
+        finally:
+            _load(metric, before)
+            metric._to_sync = True
+
+    return compute
 
 
 def reset(metrics: MetricSet) -> None:

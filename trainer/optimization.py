@@ -198,7 +198,6 @@ def is_plain_update(task: TaskModule, optimizer: torch.optim.Optimizer) -> bool:
 
     That draws no random numbers, and nobody else reads the gradients.
     """
-    own = ("before_optimizer_step", "after_optimizer_step")
     hooks = (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
@@ -208,7 +207,7 @@ def is_plain_update(task: TaskModule, optimizer: torch.optim.Optimizer) -> bool:
     return (
         type(optimizer).__module__.startswith("torch.optim.")
         and not any(hooks)
-        and all(getattr(type(task), hook) is getattr(TaskModule, hook) for hook in own)
+        and not task._acts_in_update
     )
 
 

@@ -64,11 +64,6 @@ def check_pairs(config: TrainerConfig) -> None:
             "what may differ from the run that is resumed; leave it out, or set resume"
         )
     _check_lr_scaling(config)
-    if config.num_nodes > 1 and config.launcher == "self":
-        raise ValueError(
-            f"num_nodes={config.num_nodes} with launcher=self: a process can start ranks on its "
-            "own machine only; start the script with torchrun or srun on every machine"
-        )
 
 
 def _check_lr_scaling(config: TrainerConfig) -> None:

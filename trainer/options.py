@@ -24,6 +24,7 @@ def option(
     at_most: float | None = None,
     choices: Sequence[str] = (),
     form: tuple[str, str] | None = None,
+    section: str | None = None,
 ) -> Any:
     """Declare an option: a dataclass field that carries its documentation and limits.
 
@@ -35,9 +36,10 @@ def option(
         at_most: The largest number allowed.
         choices: The strings allowed; empty means any.
         form: Strings of another form that are allowed beside these: in words, and as a pattern.
+        section: The title above this option and those after it, in ``--help``.
     """
     limits = {"at_least": at_least, "above": above, "at_most": at_most}
-    metadata = {"doc": doc, **limits, "choices": tuple(choices), "form": form}
+    metadata = {"doc": doc, **limits, "choices": tuple(choices), "form": form, "section": section}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -44,6 +44,8 @@ switches one off (`callbacks.progress=null`), `callbacks=none` all of them; \
 | `test` | `false` | after fit, test the best weights |
 | `ckpt_path` | `null` | the weights to validate, test or predict with: `best`, `last` (of \
 `trainer.run_dir`), a path or a url |
+| `predictions_dir` | `null` | with `mode=predict`: a folder for one file per micro-batch; \
+null: all predictions are gathered into `predictions.pt` in the run's folder |
 | `optimized_metric` | `null` | the metric that a sweeper gets, or a list of them |
 
 Keys of your own may stand beside these (`width: 64`, used as `${width}`). One that looks like a

@@ -111,6 +111,8 @@ def _show(compared: Comparison, rows: Sequence[Row]) -> None:
     hidden = []
     for name, short in short_names(compared.options).items():
         values = [_plain(row[name]) for row in rows]
+        if short.endswith("_target_"):  # the class, not where it is
+            short, values = name.rpartition(".")[0], [v.rpartition(".")[2] for v in values]
         room -= _width(short, values)
         if room < 0:
             hidden.append(name)

@@ -233,6 +233,12 @@ class TaskModule(nn.Module):
     _speaks_for_another = False
     _shown: Sequence[str] = ()  # values that a progress line tells beside the loss
 
+    @property
+    def _acts_in_update(self) -> bool:
+        """Whether something of the task runs between backward and the end of an update."""
+        hooks = ("before_optimizer_step", "after_optimizer_step")
+        return any(getattr(type(self), hook) is not getattr(TaskModule, hook) for hook in hooks)
+
     def _config(self) -> dict[str, Any]:
         """Return what belongs into the config of a run, in plain values."""
         return {}

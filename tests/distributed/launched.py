@@ -20,7 +20,8 @@ from trainer import TaskModule, Trainer, distributed
 from trainer.children import settle_worker
 from trainer.config import TrainerConfig
 from trainer.failures import RankError
-from trainer.launcher import in_child, launch
+from trainer.launcher import launch
+from trainer.rank import in_child
 
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 

@@ -13,7 +13,7 @@ from support import on_ranks
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from trainer import DataModule, TaskModule, Trainer, WeightedLoss, distributed
+from trainer import DataModule, TaskModule, Trainer, WeightedLoss, distributed, load_predictions
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -300,9 +300,10 @@ def test_predictions_of_any_data_and_into_files(tmp_path: Any) -> None:
         name: list(range(11)) for name in found
     }
     for number in range(3):
-        files = sorted((tmp_path / f"new/{number}").iterdir())
+        files = sorted((tmp_path / f"new/{number}").glob("predictions-*.pt"))
         assert len(files) >= 6
         assert torch.cat([torch.load(file) for file in files]).tolist() == list(range(11))
+        assert load_predictions(tmp_path / f"new/{number}").tolist() == list(range(11))
 
 
 def test_the_folder_for_predictions_is_checked(tmp_path: Any) -> None:

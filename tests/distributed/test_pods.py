@@ -38,6 +38,7 @@ def pod(tmp_path: Path) -> Iterator[Start]:
         running.kill()
 
 
+@pytest.mark.opt_in
 def test_pods_train_as_one_process_does(pod: Start, tmp_path: Path) -> None:
     pods = [pod(rank, "devices=1") for rank in range(2)]
     weights, events = fit_here(tmp_path)

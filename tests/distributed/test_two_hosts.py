@@ -1,4 +1,4 @@
-"""torchrun on two machines, which are network namespaces: they go, come back, and share no disk."""
+"""Two machines, which are network namespaces: they go, come back, and share no disk."""
 
 from __future__ import annotations
 
@@ -43,9 +43,13 @@ class Hosts:
     def torchrun(
         self, host: int, *flags: str, options: tuple[str, ...] = (), **env: str
     ) -> Running:
-        command = [*TORCHRUN, *flags, str(SCRIPT), str(self.run_dir), *options]
+        return self.start(host, *TORCHRUN, *flags, options=options, **env)
+
+    def start(self, host: int, *command: str, options: tuple[str, ...] = (), **env: str) -> Running:
+        """Start the program on a host, by this command."""
+        command = (*command, str(SCRIPT), str(self.run_dir), *options)
         disks = {self.folder / "job": self.disk(host)} if self.own_disks else {}
-        process = self.network.popen(host, command, env=ENV | env, disks=disks, **PIPED)
+        process = self.network.popen(host, list(command), env=ENV | env, disks=disks, **PIPED)
         self.started.append(Running(process))
         return self.started[-1]
 
@@ -85,14 +89,28 @@ def ended(machines: list[Running], weights: str, steps: int) -> None:
     assert found == results
 
 
-def test_two_machines_train_as_one_process_does(hosts: Hosts) -> None:
-    """As a TrainJob's pods: all that torchrun has to know is in its variables."""
-    shared = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ([sys.executable], "1 process on machine 0 of 2 (a pod in which PET_NNODES is set)"),
+        pytest.param(
+            TORCHRUN,
+            "2 processes, started by torchrun (TORCHELASTIC_RUN_ID is",
+            marks=pytest.mark.opt_in,
+        ),
+    ],
+    ids=["pods", "torchrun"],
+)
+def test_two_machines_train_as_one_process_does(
+    command: list[str], said: str, hosts: Hosts
+) -> None:
+    """As a TrainJob's pods: all that we, or torchrun, have to know is in its variables."""
+    shared = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}
     shared |= {"PET_MASTER_ADDR": "host0", "PET_MASTER_PORT": "29500"}
-    machines = [hosts.torchrun(n, **shared, PET_NODE_RANK=str(n)) for n in range(2)]
+    machines = [hosts.start(n, *command, **shared, PET_NODE_RANK=str(n)) for n in range(2)]
     weights, events = fit_here(hosts.folder)
     ended(machines, weights, 24)
-    assert "launcher: 2 processes, started by torchrun (TORCHELASTIC_RUN_ID is" in machines[0].said
+    assert f"launcher: {said}" in machines[0].said
     assert logged(hosts.run_dir) == events
     assert not list(hosts.run_dir.glob(".*-*"))  # by which the disks were told apart
     assert not (hosts.run_dir / "elsewhere.json").exists()
@@ -154,7 +172,7 @@ def test_machines_without_a_common_disk(hosts: Hosts) -> None:
     # The machine that has nothing is alone.
     alone = hosts.torchrun(1, "--nnodes=1", options=('resume="auto"',))
     assert alone.end() != 0
-    assert "host0 has saved this run at step 12, in" in alone.said
+    assert "host0 began to save this run at step 12, in" in alone.said
 
     # It is rank 0's now, and the other one has the checkpoints.
     options = ('resume="auto"',)

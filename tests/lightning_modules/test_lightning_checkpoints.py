@@ -12,6 +12,7 @@ from side_by_side import run_theirs, trainer
 from support import Regression, adamw, assert_equal_bits, samples, weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanAbsoluteError
 
 from trainer import OptimizerSetup, as_lightning, load_weights
 from trainer.convert import main
@@ -70,6 +71,67 @@ def test_ours_goes_on_under_lightning_as_if_it_had_always_been_there(
     assert fresh.calls == 12
     with pytest.raises(SystemExit, match="there already"):
         main([str(result.run_dir), str(out)])
+
+
+def test_hyperparameters_that_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = Net(extra=argparse.Namespace(path="x"))
+    result = trainer(tmp_path / "run", max_steps=1).fit(module, train_dataloaders=loader())
+    assert capsys.readouterr().out.count("hyperparameters extra: only plain values") == 1
+    main([str(result.run_dir), str(tmp_path / "ours.ckpt")])
+    assert "note: it has no hyperparameters extra, " in capsys.readouterr().out
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = trainer(tmp_path / "run", max_steps=1).fit(Net(), train_dataloaders=loader())
+    with pytest.raises(SystemExit, match=r"error: there is no folder .*nowhere"):
+        main([str(result.run_dir), str(tmp_path / "nowhere" / "ours.ckpt")])
+
+    def half(converted: Any, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(SystemExit, match="error: no space left"):
+        main([str(result.run_dir), str(tmp_path / "ours.ckpt")])
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+class Slim(Net):
+    """Would leave weights out of its checkpoints, as far as that goes."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        del checkpoint["state_dict"]["net.0.bias"]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        checkpoint["epoch"] = 7
+
+
+def test_changes_of_a_checkpoint_that_have_no_effect(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer(tmp_path, max_epochs=2).fit(Slim(), train_dataloaders=loader())
+    note = "Slim.on_save_checkpoint changed state_dict of the checkpoint, which has no effect"
+    assert capsys.readouterr().out.count(note) == 1
+    module = Slim()
+    trainer(tmp_path, max_epochs=3, resume="auto").fit(module, train_dataloaders=loader())
+    assert "Slim.on_load_checkpoint changed epoch of" in capsys.readouterr().out
+    assert module.calls == 9
+    trainer(tmp_path / "other", max_epochs=1).fit(Net(), train_dataloaders=loader())
+    assert "changed" not in capsys.readouterr().out
+
+
+def test_what_a_module_cannot_save(tmp_path: Path) -> None:
+    class Saves(Net):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["x"] = [{"y": argparse.Namespace(a=1)}]
+
+    message = r"Saves.on_save_checkpoint set checkpoint\['x'\], .* argparse.Namespace"
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, max_epochs=1).fit(Saves(), train_dataloaders=loader())
 
 
 def test_the_middle_of_an_epoch(tmp_path: Path) -> None:
@@ -160,6 +222,12 @@ class Scheduled(Regression):
     def on_epoch_start(self) -> None:
         self.epochs = [*getattr(self, "epochs", []), (self.run.step, self.run.epoch)]
 
+    def build_metrics(self, split: str) -> dict[str, Any]:
+        return {"error": MeanAbsoluteError()}
+
+    def update_metrics(self, metrics: Any, outputs: Tensor, batch: Any) -> None:
+        metrics["error"].update(outputs, batch[1])
+
 
 def test_a_task_under_lightning(tmp_path: Path) -> None:
     ours, theirs = Scheduled(), Scheduled()
@@ -168,7 +236,7 @@ def test_a_task_under_lightning(tmp_path: Path) -> None:
     module = as_lightning(theirs)
     fit = run_theirs("fit", module, max_epochs=2, train_dataloaders=data, val_dataloaders=data)
     assert_equal_bits(ours, theirs)
-    for name in ("val/loss", "val/magnitude"):
+    for name in ("val/loss", "val/magnitude", "val/error", "train/error"):
         assert float(fit.callback_metrics[name]) == pytest.approx(result.metrics[name])
     assert theirs.epochs == ours.epochs == [(0, 0), (3, 1)]
     predicted = run_theirs("predict", module, dataloaders=data).results
@@ -180,8 +248,90 @@ def test_a_task_under_lightning(tmp_path: Path) -> None:
     assert_equal_bits(fresh, ours)
 
 
-def test_a_task_that_lightning_cannot_train() -> None:
-    task = Regression()
-    task.global_loss = True
-    with pytest.raises(ValueError, match="global_loss"):
+class Clocked(Regression):
+    """Notes where the run is, in each of its methods."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def note(self, method: str) -> None:
+        run = self.run
+        self.seen.append((method, run.step, run.epoch, run.step_in_epoch, run.samples))
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        self.note(f"loss of {self.run.split}")
+        return super().loss(outputs, batch)
+
+    def on_epoch_start(self) -> None:
+        self.note(f"on_epoch_start, {self.run.steps_per_epoch} steps")
+
+    def before_optimizer_step(self) -> None:
+        self.note("before_optimizer_step")
+
+    def after_optimizer_step(self) -> None:
+        self.note("after_optimizer_step")
+
+    def on_validation_end(self, metrics: Any) -> None:
+        self.note("on_validation_end")
+
+    def on_epoch_end(self) -> dict[str, float]:
+        self.note("on_epoch_end")
+        return {"own": 1.0}
+
+    def on_fit_end(self) -> dict[str, float]:
+        return {"final": 3.0}
+
+
+def test_what_a_task_knows_of_the_run_under_lightning(tmp_path: Path) -> None:
+    from lightning.pytorch.loggers import CSVLogger
+
+    ours, theirs, accumulating = Clocked(), Clocked(), Clocked()
+    data = DataLoader(samples(10), batch_size=4)
+    trainer(tmp_path / "run", max_epochs=2).fit(ours, train=data, val=data)
+    run_theirs(
+        "fit",
+        as_lightning(theirs),
+        max_epochs=2,
+        train_dataloaders=data,
+        val_dataloaders=data,
+        logger=CSVLogger(tmp_path),
+    )
+    assert theirs.seen == ours.seen
+    assert "final" in next(tmp_path.rglob("metrics.csv")).read_text()
+
+    run_theirs(
+        "fit",
+        as_lightning(accumulating),
+        max_epochs=1,
+        train_dataloaders=data,
+        accumulate_grad_batches=2,
+    )
+    found = [method for method, *_ in accumulating.seen]
+    assert found.count("before_optimizer_step") == found.count("after_optimizer_step") == 2
+    assert accumulating.seen[-1] == ("on_epoch_end", 2, 1, 0, 10)
+    assert "on_epoch_start, 2 steps" in found
+
+
+def test_a_resumed_run_of_lightning_knows_where_it_is(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import LambdaCallback
+
+    def save(trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(path)
+
+    path, data = tmp_path / "cut.ckpt", DataLoader(samples(12), batch_size=4)
+    options: dict[str, Any] = {"max_epochs": 1, "train_dataloaders": data}
+    saving = [LambdaCallback(on_train_batch_end=save)]
+    run_theirs("fit", as_lightning(Clocked()), callbacks=saving, **options)
+    task = Clocked()
+    run_theirs("fit", as_lightning(task), ckpt_path=path, **options)
+    assert ("loss of train", 2, 0, 2, 8) in task.seen
+    assert task.seen[-1] == ("on_epoch_end", 3, 1, 0, 12)
+
+
+@pytest.mark.parametrize("name", ["global_loss", "optimizes_itself"])
+def test_a_task_that_lightning_cannot_train(name: str) -> None:
+    task = type("Other", (Regression,), {name: True})()
+    with pytest.raises(ValueError, match=f"Other has {name}=True"):
         as_lightning(task)

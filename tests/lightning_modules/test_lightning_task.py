@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import (
 )
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainer import DataModule
+from trainer import DataModule, Trainer
 from trainer.lightning.optimizers import Optimization
 
 
@@ -133,6 +133,8 @@ def test_a_scheduler_that_the_module_steps_itself(tmp_path: Path) -> None:
         (lambda o: ([o], [{"scheduler": StepLR(o, 1), "interval": "batch"}]), "'batch'"),
         (lambda o: ([o], [ReduceLROnPlateau(o)]), "without 'monitor'"),
         (lambda o: ([o], [{"interval": "step"}]), "without 'scheduler'"),
+        (lambda o: {"monitor": "val_loss"}, "a dict without 'optimizer'"),
+        (lambda o: [{"lr_scheduler": StepLR(o, 1)}], "a dict without 'optimizer'"),
         (
             lambda o: {"optimizer": o, "lr_scheduler": ReduceLROnPlateau(o), "monitor": "val_acc"},
             "follows 'val_acc'.*val_loss",
@@ -380,6 +382,7 @@ def test_the_facts_that_a_module_reads(tmp_path: Path) -> None:
         ("self.trainer.fit_loop.epoch_loop", "fit_loop is not known"),
         ("self.trainer.estimated_stepping_batches", "configure_optimizers or later"),
         ("setattr(self.trainer, 'should_stop', True)", "EarlyStopping"),
+        ("self.trainer.default_root_dir", "configure_optimizers or later"),
     ],
 )
 def test_facts_that_are_not_there(tmp_path: Path, statement: str, message: str) -> None:
@@ -389,6 +392,31 @@ def test_facts_that_are_not_there(tmp_path: Path, statement: str, message: str) 
 
     with pytest.raises(ValueError, match=message):
         ours(Asking(), loaders(), tmp_path, max_epochs=1)
+
+
+@pytest.mark.parametrize("hook", [None, "on_after_backward", "on_train_batch_end"])
+def test_only_a_module_with_hooks_acts_in_an_update(tmp_path: Path, hook: str | None) -> None:
+    class Asking(Regression):
+        def on_train_start(self) -> None:
+            self.acts = self.trainer._task._acts_in_update
+
+    kind = Asking if hook is None else type("Hooked", (Asking,), {hook: lambda self, *args: None})
+    module = kind()
+    trainer(tmp_path, max_steps=1).fit(module, **loaders())
+    assert module.acts == (hook is not None)
+
+
+def test_the_folder_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Writing(Regression):
+        def on_train_start(self) -> None:
+            self.folders = {self.trainer.default_root_dir, self.trainer.log_dir}
+
+    monkeypatch.chdir(tmp_path)
+    module = Writing()
+    run = Trainer(max_steps=1, callbacks=False, logger=False, accelerator="cpu")
+    result = run.fit(module, **loaders())
+    assert module.folders == {str(result.run_dir)}
+    assert result.run_dir != tmp_path
 
 
 def test_test_validate_and_predict(tmp_path: Path) -> None:
@@ -532,7 +560,7 @@ def test_what_is_missing_or_given_twice(tmp_path: Path) -> None:
     module.configure_gradient_clipping = lambda *_: None  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="would clip twice"):
         trainer(tmp_path, max_epochs=1, gradient_clip_norm=1.0).fit(module, **loaders())
-    with pytest.raises(ValueError, match=r"precision='fp16' with Gan.*bf16"):
+    with pytest.raises(ValueError, match=r"precision='fp16' with Gan, which optimizes itself"):
         trainer(tmp_path, max_epochs=1, precision="fp16").fit(Gan(), **loaders())
 
 

@@ -40,8 +40,18 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
+class Watched(Delivery):
+    """Sees that what both threads use is changed by one of them at a time."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in ("_failures", "_error", "_is_making", "_in_hand", "_first", "_last"):
+            lock = vars(self).get("_changed")  # there is none yet while it is built
+            assert lock is None or lock._is_owned(), name
+        super().__setattr__(name, value)
+
+
 def started(service: Service, capacity: int = 100) -> Delivery:
-    courier = Delivery("Service", capacity, pause_s=0.001)
+    courier = Watched("Service", capacity, pause_s=0.001)
     courier.start(lambda: service.take("connect"), call(service, "config", "config"))
     return courier
 

@@ -308,6 +308,7 @@ def test_a_state_that_cannot_be_kept_stops_nothing(
         logger = [Stateless(state)]
         options |= {"max_epochs": epochs, "resume": resume, "logger": logger}
         assert fit(Regression(), tmp_path, **options).epoch == epochs
+        assert logger[0].calls[-1] == "success"  # everything arrives
     warned = capsys.readouterr().err
     assert warned.count("Stateless has no state to keep in checkpoints (") == 2
     assert f"{names} is damaged" in warned

@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,17 +58,3 @@ def test_writer_for_more_than_scalars(make_run: Callable[..., Run], tmp_path: Pa
     logger.close()
     [file] = (tmp_path / "tensorboard").iterdir()
     assert b"hello" in file.read_bytes()
-
-
-def test_nothing_heavy_is_imported_before_its_use() -> None:
-    code = (
-        "import sys, torch; before = set(sys.modules); "
-        "import trainer.loggers, trainer.callbacks, trainer.checkpoint, trainer.instantiate; "
-        "print({m.split('.')[0] for m in set(sys.modules) - before} "
-        "& {'tensorboard', 'lightning', 'lightning_utilities', 'rich', 'hydra', 'omegaconf', "
-        "'safetensors', 'yaml'})"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.strip() == "set()"

@@ -2,8 +2,8 @@
 
 Rank 0 writes the checkpoints of a run, and reads them for all. When machines come and go, another
 one may have rank 0 than before. So before a run goes on, the machines tell each other what they
-have, and rank 0 gets the newest. Each machine also notes how far the run has been saved on rank
-0's: so that one that is left alone knows that it lacks something.
+have, and rank 0 gets the newest. Each machine also notes the last checkpoint that rank 0's began to
+write: so that one that is left alone knows that it lacks something.
 """
 
 from __future__ import annotations
@@ -79,9 +79,11 @@ def gather_newest(config: TrainerConfig, run_dir: Path) -> None:
 
 
 class Witness:
-    """Notes on a machine without rank 0's disk how far the run has been saved there.
+    """Notes on a machine without rank 0's disk which checkpoint is being written there.
 
-    Every rank has one. On the first rank of such a machine it writes; else it does nothing.
+    Every rank has one. On the first rank of such a machine it writes; else it does nothing. It is
+    noted when it begins: at the end the machines may have lost each other, and a run that goes on
+    without a checkpoint that is there loses work in silence.
     """
 
     def __init__(self, config: TrainerConfig, run_dir: Path, step: int) -> None:
@@ -116,7 +118,7 @@ class Witness:
             )
 
     def saves(self, step: int) -> None:
-        """Note that rank 0 saves this step now. It may be called on every rank."""
+        """Note that rank 0 begins to save this step. It may be called on every rank."""
         if self._note is None:
             return
         found = _Elsewhere(self._host, step, attempt.current().launch)
@@ -157,7 +159,7 @@ def _drop_damaged(machines: list[_Machine], run_dir: Path) -> None:
 
 
 def _check_complete(newest: _Machine, machines: list[_Machine], run_dir: Path) -> None:
-    """Refuse to go on if the run is known to have come further on a machine that is not here.
+    """Refuse to go on if the run may have been saved later on a machine that is not here.
 
     Raises:
         ValueError: Saying which one, and what to do.
@@ -169,11 +171,12 @@ def _check_complete(newest: _Machine, machines: list[_Machine], run_dir: Path) -
         return
     there = newest.names[-1] if newest.names else "none"
     raise ValueError(
-        f"{missing.host} has saved this run at step {missing.step}, in {run_dir}, and is not here; "
-        f"the newest checkpoint of the machines that are: {there}. Start again together with "
-        f"{missing.host}, or copy its checkpoints to one of these machines. To go on without them, "
-        f"remove {run_dir / _NOTE} on every machine. With a run_dir that all machines share, or a "
-        "url, this cannot happen"
+        f"{missing.host} began to save this run at step {missing.step}, in {run_dir}, and is not "
+        "here to tell whether it could; the newest checkpoint of the machines that are: "
+        f"{there}. Start again together with {missing.host}, or copy its checkpoints to one of "
+        "these machines. To go on without them, or if there is none of that step, remove "
+        f"{run_dir / _NOTE} on every machine. With a run_dir that all machines share, or a url, "
+        "this cannot happen"
     )
 
 

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
+from keyword import iskeyword
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -256,7 +257,7 @@ def _leaves(tree: Any, root: str = "input") -> dict[str, Any]:
         name = "_".join(re.sub(r"\W", "_", str(_key(key))) for key in path)
         if not name or name[0].isdigit():
             name = f"{root}_{name}" if name else root
-        while name in found:
+        while name in found or iskeyword(name):
             name += "_"
         found[name] = leaf
     return found

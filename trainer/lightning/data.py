@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
+from torch.utils.data import BatchSampler, DataLoader
+
 from trainer import distributed
+from trainer.config import DEFAULT_GLOBAL_BATCH_SIZE, TrainerConfig
 from trainer.data.module import DataModule, GivenData, prepare
+from trainer.data.plan import GlobalBatchPlan
 from trainer.lightning.hooks import defines
 
 # Hooks of a batch's way to the device, in their order.
@@ -125,6 +129,31 @@ class LightningData(DataModule):
     def is_one_of_many(self, split: str) -> bool:
         """Whether ``split`` has several sets."""
         return len(self._sets.get(split, ())) > 1
+
+    def is_for_all(self, config: TrainerConfig, world_size: int) -> bool:
+        """Whether every batch of training gives each of the ranks one micro-batch."""
+        found = self.loaders.get("train")
+        if isinstance(found, DataLoader):
+            if type(found.batch_sampler) is not BatchSampler:  # another may give any size
+                return False
+            size, drop_last = int(found.batch_size or 1), found.drop_last
+            count = len(found.sampler)  # type: ignore[arg-type]
+        elif isinstance(found, Sized):
+            size, drop_last = (
+                config.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE,
+                config.drop_last,
+            )
+            count = len(found)
+        else:  # a stream
+            return False
+        plan = GlobalBatchPlan(size, config.micro_batch_size, halving=config.reproducible)
+        limit = config.limit_train_batches
+        has_short = count % size and not drop_last and (limit is None or limit * size > count)
+        return all(
+            len(plan.cut(each, rank, world_size)) == 1
+            for each in ((size, count % size) if has_short else (size,))
+            for rank in range(world_size)
+        )
 
     def train_dataset(self) -> Any:
         """Return the training loader.

@@ -45,6 +45,8 @@ class Evaluations:
         name = task.run.evaluated_set
         self.dataloader_idx = task.data.number(task.run.split, name)
         number = self._batches[name] = self._batches.get(name, -1) + 1
+        book = task.run._logbook  # a prediction has none
+        task.log_book.evaluation.num_samples += 1 if book is None else book.num_samples
         batch = task.transferred(batch)
         place = (batch, number, self.dataloader_idx)
         task.calls.hook(f"on_{word}_batch_start", *place)
@@ -64,15 +66,8 @@ class Evaluations:
         """
         task, word = self._task, WORDS[split]
         self.dataloader_idx = 0
-        collected, found = task.log_book.evaluation, {}
-        if split != "predict":
-            found = collected.reduce(task.module)
-            task.facts.note({**values, **found})
+        logs = task.log_book
         with evaluating(task, split, None):
-            task.calls.hook(f"on_{word}_epoch_end")
-            if split != "predict" and task.calls.defines(f"on_{word}_epoch_end"):
-                found |= collected.reduce(task.module)
-                task.facts.note(found)
-            collected.end()
+            found = logs.told(logs.evaluation, f"on_{word}_epoch_end", beside=values)
             task.calls.hook(f"on_{word}_end")
         return found

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainer import distributed
-from trainer.lightning.parts import Clipping, NotAFactError, Silent, Strategy, shown_loggers
+from trainer.lightning.collectives import Strategy
+from trainer.lightning.loggers import NotAFactError, Silent, shown_loggers
+from trainer.lightning.manual import Clipping
 
 if TYPE_CHECKING:
     from trainer.lightning.module import LightningTask
@@ -191,7 +193,14 @@ class TrainerFacts:
 
     @property
     def default_root_dir(self) -> str:
-        """The folder of the run, as far as it is known."""
+        """The folder of the run; where there is none, the current one unless ``run_dir`` is set."""
+        if self._task.run.run_dir is not None:
+            return str(self._task.run.run_dir)
+        if self._task.stage == "fit":
+            raise ValueError(
+                "self.trainer.default_root_dir and log_dir are not known yet: read them in "
+                "configure_optimizers or later"
+            )
         return str(self._task.config.run_dir or Path.cwd())
 
     log_dir = default_root_dir

@@ -1,6 +1,6 @@
-"""Every public name of a LightningModule and a LightningDataModule: what becomes of it here.
+"""What becomes of the public names of a LightningModule and a LightningDataModule here.
 
-A name that stands nowhere in this file is new in Lightning; a test finds it.
+They are called, refused, or for the module's own use; a test finds one that is new in Lightning.
 """
 
 from __future__ import annotations
@@ -64,49 +64,14 @@ CALLED = frozenset(
     )
 )
 
-# For the module's own use; to define them anew has no effect on a run, or the expected one.
-USED = frozenset(
-    (
-        "CHECKPOINT_HYPER_PARAMS_KEY",
-        "CHECKPOINT_HYPER_PARAMS_NAME",
-        "CHECKPOINT_HYPER_PARAMS_TYPE",
-        "all_gather",
-        "automatic_optimization",
-        "clip_gradients",
-        "current_epoch",
-        "device",
-        "dtype",
-        "example_input_array",
-        "freeze",
-        "from_datasets",
-        "global_rank",
-        "global_step",
-        "hparams",
-        "hparams_initial",
-        "load_from_checkpoint",
-        "local_rank",
-        "log_dict",
-        "logger",
-        "loggers",
-        "lr_schedulers",
-        "manual_backward",
-        "name",
-        "on_gpu",
-        "optimizers",
-        "print",
-        "remove_ignored_hparams",
-        "save_hyperparameters",
-        "strict_loading",
-        "to_onnx",
-        "to_tensorrt",
-        "to_torchscript",
-        "toggle_optimizer",
-        "toggled_optimizer",
-        "trainer",
-        "unfreeze",
-        "untoggle_optimizer",
-        *("cpu", "cuda", "double", "float", "forward", "half", "to", "type"),
-    )
+# Where a rank without a part of the batch does not come.
+OF_A_TRAINED_BATCH = frozenset(
+    ("training_step", "on_train_batch_start", "on_before_backward", "on_train_batch_end")
+)
+OF_AN_EVALUATED_BATCH = frozenset(
+    name
+    for stage in ("validation", "test", "predict")
+    for name in (f"{stage}_step", f"on_{stage}_batch_start", f"on_{stage}_batch_end")
 )
 
 _MODE = (
@@ -147,8 +112,8 @@ NEEDED = {
 
 # Hooks of Lightning before version 2, by what has come in their place.
 REMOVED = {
-    f"{stage}_epoch_end": f"keep the outputs of {stage}_step in a list of your own, and use them "
-    f"in on_{name}_epoch_end"
+    f"{stage}_epoch_end": f"log in {stage}_step, or keep its outputs in a list of your own and use "
+    f"them in on_{name}_epoch_end"
     for stage, name in (("training", "train"), ("validation", "validation"), ("test", "test"))
 }
 

@@ -3,117 +3,61 @@
 A value keeps the name that the module gave it, without a split in front. With ``on_step`` it is
 the mean since the last log event, like every train value here; with ``on_epoch`` the mean over the
 epoch. Both at once are told apart by ``_step`` and ``_epoch``, as under Lightning. What is logged
-in an evaluation is the mean over all of it. All means are over all ranks, weighted by samples.
+in an evaluation is the mean over all of it. All means are over all ranks, weighted by samples. So
+is that of values which each rank has computed by itself, in a hook at the end of an epoch.
+
+No rank knows these means before it has met the others. On several ranks a value is in
+``callback_metrics`` once its epoch or evaluation is over, and is the same on all of them then.
 """
 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer import distributed, metrics
-from trainer.logbook import Logbook
+from trainer import distributed
+from trainer.lightning.collected import FOLDS, Collected, Latest, LoggedMetric
+from trainer.lightning.hooks import OF_AN_EVALUATED_BATCH
 
 if TYPE_CHECKING:
     from trainer.lightning.module import LightningTask
 
-# In which hooks a value may be logged by step, or only by epoch.
-TRAINING = frozenset(
-    (
-        "training_step",
-        "on_train_batch_start",
-        "on_train_batch_end",
-        "on_before_backward",
-        "on_after_backward",
-        "on_before_optimizer_step",
-        "on_before_zero_grad",
-        "configure_gradient_clipping",
-    )
-)
-EPOCH = frozenset(("on_train_start", "on_train_epoch_start", "on_train_epoch_end"))
-EVALUATION = frozenset(
-    f"{name}{when}"
-    for stage in ("validation", "test")
-    for name, whens in (
-        (f"{stage}_step", ("",)),
-        (f"on_{stage}", ("_batch_start", "_batch_end")),
-    )
-    for when in whens
-)
-AROUND_EVALUATION = frozenset(
-    f"on_{stage}{when}"
-    for stage in ("validation", "test")
-    for when in ("_start", "_epoch_start", "_epoch_end")
-)
 
-_FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
+class Place(Enum):
+    """Where something is logged."""
+
+    STEP = auto()  # of training: by step or by epoch
+    EPOCH = auto()  # around the steps of an epoch
+    EVALUATION = auto()  # in an evaluation, for a batch
+    AROUND = auto()  # around those
+
+
+PLACES = {
+    **dict.fromkeys(
+        (
+            "training_step",
+            "on_train_batch_start",
+            "on_train_batch_end",
+            "on_before_backward",
+            "on_after_backward",
+            "on_before_optimizer_step",
+            "on_before_zero_grad",
+            "configure_gradient_clipping",
+        ),
+        Place.STEP,
+    ),
+    **dict.fromkeys(("on_train_start", "on_train_epoch_start", "on_train_epoch_end"), Place.EPOCH),
+    **{name: Place.EVALUATION for name in OF_AN_EVALUATED_BATCH if "predict" not in name},
+    **{
+        f"on_{stage}{when}": Place.AROUND
+        for stage in ("validation", "test")
+        for when in ("_start", "_epoch_start", "_epoch_end")
+    },
 }
-
-
-class Collected:
-    """What was logged for one epoch, or for one evaluation, and is told at its end.
-
-    ``reduce`` and ``state`` are collectives.
-    """
-
-    def __init__(self) -> None:
-        self.means = Logbook()
-        self.metrics: dict[str, tuple[str, bool]] = {}  # by name: attribute, whether to tell it
-        self.folded: dict[str, tuple[str, torch.Tensor]] = {}
-        self._used: list[Any] = []
-
-    def fold(self, name: str, how: str, value: torch.Tensor) -> None:
-        """Add a value to a sum, or to a maximum or minimum."""
-        known = self.folded.get(name)
-        joined = value if known is None else _FOLDS[how](known[1], value)
-        self.folded[name] = (how, joined)
-
-    def reduce(self, module: torch.nn.Module) -> dict[str, float]:
-        """Return all values over all ranks, by name, and forget them, but for torchmetrics."""
-        values = {name[1:]: v for name, v in self.means.reduce(finite_loss=False).items()}
-        own = {name: (how, float(value)) for name, (how, value) in self.folded.items()}
-        every = distributed.all_gather_object((self.metrics, own))
-        for name, (how, value) in (entry for _, folded in every for entry in folded.items()):
-            values[name] = _folded(how, values[name], value) if name in values else value
-        logged = {name: how for theirs, _ in every for name, how in sorted(theirs.items())}
-        found: dict[str, Any] = {n: module.get_submodule(path) for n, (path, _) in logged.items()}
-        told = metrics.MetricSet({n: m for n, m in found.items() if logged[n][1]}, exact=False)
-        with metrics.synchronised_here(told):
-            values.update(metrics.compute(told))
-        self._used += found.values()
-        self.metrics.clear()
-        self.folded.clear()
-        return values
-
-    def state(self) -> dict[str, Any]:
-        """Return means so far over all ranks, and this rank's sums and extremes."""
-        return {
-            "means": self.means.state(),
-            "folded": {name: [how, value] for name, (how, value) in self.folded.items()},
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take back what ``state`` returned on rank 0."""
-        self.means.restore(state["means"])
-        if distributed.rank() == 0:
-            self.folded = {name: (how, value) for name, (how, value) in state["folded"].items()}
-
-    def end(self) -> None:
-        """Reset the torchmetrics that were logged."""
-        for metric in self._used:
-            metric.reset()
-        self._used.clear()
-
-
-def _folded(how: str, one: float, other: float) -> float:
-    fold = _FOLDS[how]
-    return float(fold(*(torch.tensor(number, dtype=torch.float64) for number in (one, other))))
 
 
 class Log:
@@ -122,14 +66,16 @@ class Log:
     Attributes:
         epoch: What belongs to the current epoch of training.
         evaluation: What belongs to the current evaluation.
+        latest: What the last steps of training logged, where that takes several ranks.
     """
 
     def __init__(self, task: LightningTask) -> None:
         self._task = task
-        self._noted: set[str] = set()
+        self.noted: set[str] = set()
         self._paths: dict[int, str] | None = None
-        self.epoch = Collected()
-        self.evaluation = Collected()
+        self.epoch = Collected(self.note)
+        self.evaluation = Collected(self.note)
+        self.latest = Latest()
 
     def log(
         self,
@@ -156,9 +102,11 @@ class Log:
         Raises:
             ValueError: For a value that cannot be logged, or where nothing can be logged.
         """
-        hook, call = self._task.calls.running, f"self.log({name!r}, ...)"
-        if hook is None or (self._task.run._logbook is None and hook in TRAINING | EVALUATION):
-            if self._task.is_attached and hook is None:
+        task, call = self._task, f"self.log({name!r}, ...)"
+        hook = task.calls.running
+        place = PLACES.get(hook or "")
+        if hook is None or (task.run._logbook is None and place in (Place.STEP, Place.EVALUATION)):
+            if task.is_attached and hook is None:
                 raise ValueError(f"{call} outside of a step or hook; log in one of these")
             return
         if sync_dist_group is not None or enable_graph:
@@ -166,96 +114,94 @@ class Log:
                 f"{call} with sync_dist_group or enable_graph, which are not supported: a value is "
                 "detached, and its mean is over all ranks; leave them out"
             )
-        if rank_zero_only and distributed.rank() > 0:
-            return
-        by_step, by_epoch = self._levels(hook, call, on_step, on_epoch)
-        several = hook in EVALUATION and self._task.evaluations.is_of_many
-        suffix = f"/dataloader_idx_{self._task.evaluations.dataloader_idx}" if several else ""
-        step_name = f"{name}_step" if by_step and by_epoch else name
-        epoch_name = f"{name}_epoch" if by_step and by_epoch else name
-        if add_dataloader_idx:
-            step_name, epoch_name = step_name + suffix, epoch_name + suffix
-        if hasattr(value, "_forward_cache") and hasattr(value, "compute"):  # a torchmetrics.Metric
-            path = metric_attribute or self._path(value, call)
-            self._collected(hook).metrics[epoch_name] = (path, by_epoch or hook not in TRAINING)
-            value = value._forward_cache
-            if not by_step or not isinstance(value, torch.Tensor) or hook not in TRAINING:
-                return
-            by_epoch = False
-        if prog_bar and step_name not in self._task._shown:
-            self._task._shown = (*self._task._shown, step_name)
-        if logger is False:
-            self._note(f"{call} with logger=False: it goes to every logger all the same")
-        number = self._number(value, call)
-        how = self._how(reduce_fx, call)
-        for known in {name + (suffix if add_dataloader_idx else ""), step_name}:
-            self._task.facts.callback_metrics[known] = number
-        if hook in EVALUATION and by_step:
-            self._note(
-                f"{call} with on_step=True in {hook}: evaluation logs {epoch_name}, its mean"
-            )
-        if how != "mean" and not (hook in TRAINING and by_step and not by_epoch):
-            self._collected(hook).fold(epoch_name, how, number)
-            by_epoch = False
-        book = self._task.run._logbook
-        weight = (
-            batch_size if book is None else book.num_samples if batch_size is None else batch_size
-        )
-        if hook in TRAINING and by_step:
-            assert book is not None
-            book.add(f"/{step_name}", number, weight)
-        if by_epoch and hook in TRAINING:
-            self.epoch.means.add(f"/{epoch_name}", number, weight)
-        elif hook in EVALUATION and how == "mean":
-            assert book is not None
-            book.add(f"/{epoch_name}", number, weight)
-        elif hook in EPOCH | AROUND_EVALUATION and how == "mean":
-            self._collected(hook).means.add(f"/{epoch_name}", number, batch_size or 1)
-
-    def _levels(
-        self, hook: str, call: str, on_step: bool | None, on_epoch: bool | None
-    ) -> tuple[bool, bool]:
-        if hook in TRAINING:
-            levels = (on_step is not False, bool(on_epoch))
-        elif hook in EVALUATION:
-            levels = (bool(on_step), on_epoch is not False)
-        elif hook in EPOCH or hook in AROUND_EVALUATION:
-            if on_step or on_epoch is False:
-                raise ValueError(f"{call} in {hook}: there is no step, so on_epoch=True is all")
-            levels = (False, True)
-        else:
+        if place is None:
             raise ValueError(
                 f"{call} in {hook}, where nothing can be logged; log in a step, or in a hook of a "
                 "batch or an epoch of training, validation or test"
             )
-        if not any(levels):
-            raise ValueError(f"{call} with on_step=False and on_epoch=False logs nothing")
-        return levels
+        if rank_zero_only and distributed.rank() > 0:
+            return
+        by_step, by_epoch = _levels(place, hook, call, on_step, on_epoch)
+        several = place is Place.EVALUATION and task.evaluations.is_of_many
+        suffix = ""
+        if several and add_dataloader_idx:
+            suffix = f"/dataloader_idx_{task.evaluations.dataloader_idx}"
+        step_name = f"{name}_step{suffix}" if by_step and by_epoch else name + suffix
+        epoch_name = f"{name}_epoch{suffix}" if by_step and by_epoch else name + suffix
+        collected = self.epoch if place in (Place.STEP, Place.EPOCH) else self.evaluation
+        if hasattr(value, "_forward_cache") and hasattr(value, "compute"):  # a torchmetrics.Metric
+            path = metric_attribute or self._path(value, call)
+            is_told = by_epoch or place is not Place.STEP
+            collected.metrics[epoch_name] = LoggedMetric(path, is_told)
+            value, by_epoch = value._forward_cache, False
+            if not by_step or not isinstance(value, torch.Tensor) or place is not Place.STEP:
+                return
+        if prog_bar and step_name not in task._shown:
+            task._shown = (*task._shown, step_name)
+        if logger is False:
+            self.note(f"{call} with logger=False: it goes to every logger all the same")
+        if place is Place.EVALUATION and by_step:
+            self.note(f"{call} with on_step=True in {hook}: evaluation logs {epoch_name}, its mean")
+        number, how = _number(value, call), _how(reduce_fx, call)
+        book = task.run._logbook
+        if batch_size is not None:
+            weight = batch_size
+        elif book is not None and place in (Place.STEP, Place.EVALUATION):
+            weight = book.num_samples
+        else:  # at the start no rank has had a sample
+            weight = collected.num_samples if hook.endswith("_epoch_end") else 1
+        for known in {name + suffix, step_name}:
+            if distributed.world_size() == 1:
+                task.facts.callback_metrics[known] = number
+            elif place is Place.STEP:
+                self.latest.add(known, task.run.step, number, weight)
+        if place is Place.STEP and by_step:
+            assert book is not None
+            book.add(f"/{step_name}", number, weight)
+        if place is Place.STEP and not by_epoch:
+            return
+        if how != "mean":
+            collected.fold(epoch_name, how, number)
+        elif place is Place.STEP:
+            collected.means.add(f"/{epoch_name}", number, weight)
+        elif place is Place.EVALUATION:
+            assert book is not None
+            book.add(f"/{epoch_name}", number, weight)
+        else:
+            collected.add_of_rank(epoch_name, number, weight)
 
-    def _collected(self, hook: str) -> Collected:
-        return self.epoch if hook in TRAINING or hook in EPOCH else self.evaluation
+    def told(
+        self, collected: Collected, hook: str, beside: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
+        """Return what was logged for an epoch or an evaluation, that in its last hook included.
 
-    def _number(self, value: Any, call: str) -> torch.Tensor:
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            number = value.detach().clone().reshape(())
-            return number if number.is_floating_point() else number.float()
-        if isinstance(value, numbers.Number):
-            return torch.tensor(value, dtype=torch.get_default_dtype())
-        shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
-        raise ValueError(
-            f"{call} got a {type(value).__name__}{shape}; log a number, a tensor with one element "
-            "or a torchmetrics.Metric; several by self.log_dict"
-        )
+        Args:
+            collected: `epoch` or `evaluation`.
+            hook: Runs now, with all that was logged before in ``callback_metrics``.
+            beside: Further values for these.
 
-    def _how(self, reduce_fx: Any, call: str) -> str:
-        name = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
-        name = "mean" if name == "avg" else name
-        if name not in ("mean", *_FOLDS) or (callable(reduce_fx) and not _is_known(reduce_fx)):
+        Raises:
+            ValueError: If the hook fails on a rank that had no sample.
+        """
+        task = self._task
+        values = collected.reduce(task.module)
+        task.facts.note({**(beside or {}), **values})
+        try:
+            task.calls.hook(hook)
+        except Exception as error:
+            if collected.num_samples or distributed.world_size() == 1:
+                raise
             raise ValueError(
-                f"{call} with reduce_fx={reduce_fx}: it must be 'mean', 'sum', 'max' or 'min'; for "
-                "another reduction log a torchmetrics.Metric"
-            )
-        return name
+                f"{hook} failed on rank {distributed.rank()}, which had no sample: "
+                f"{type(error).__name__}: {error}. The ranks divide each batch, so a rank may have "
+                "none; log in the step, or as a torchmetrics object, or let the hook allow for it"
+            ) from error
+        if task.calls.defines(hook):
+            last = collected.reduce(task.module)
+            task.facts.note(last)
+            values |= last
+        collected.end()
+        return values
 
     def _path(self, metric: Any, call: str) -> str:
         """Return the name of the attribute that holds a metric."""
@@ -269,10 +215,52 @@ class Log:
             )
         return self._paths[id(metric)]
 
-    def _note(self, note: str) -> None:
-        if note not in self._noted and distributed.rank() == 0:
-            self._noted.add(note)
+    def note(self, note: str) -> None:
+        """Tell the user something, once, on rank 0."""
+        if note not in self.noted and distributed.rank() == 0:
+            self.noted.add(note)
             print(f"note: {note}", flush=True)
+
+
+def _levels(
+    place: Place, hook: str, call: str, on_step: bool | None, on_epoch: bool | None
+) -> tuple[bool, bool]:
+    """Return whether a value is logged by step, and by epoch."""
+    if place is Place.STEP:
+        levels = (on_step is not False, bool(on_epoch))
+    elif place is Place.EVALUATION:
+        levels = (bool(on_step), on_epoch is not False)
+    elif on_step or on_epoch is False:
+        raise ValueError(f"{call} in {hook}: there is no step, so on_epoch=True is all")
+    else:
+        levels = (False, True)
+    if not any(levels):
+        raise ValueError(f"{call} with on_step=False and on_epoch=False logs nothing")
+    return levels
+
+
+def _number(value: Any, call: str) -> torch.Tensor:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        number = value.detach().clone().reshape(())
+        return number if number.is_floating_point() else number.float()
+    if isinstance(value, numbers.Number):
+        return torch.tensor(value, dtype=torch.get_default_dtype())
+    shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+    raise ValueError(
+        f"{call} got a {type(value).__name__}{shape}; log a number, a tensor with one element "
+        "or a torchmetrics.Metric; several by self.log_dict"
+    )
+
+
+def _how(reduce_fx: Any, call: str) -> str:
+    name = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
+    name = "mean" if name == "avg" else name
+    if name not in ("mean", *FOLDS) or (callable(reduce_fx) and not _is_known(reduce_fx)):
+        raise ValueError(
+            f"{call} with reduce_fx={reduce_fx}: it must be 'mean', 'sum', 'max' or 'min'; for "
+            "another reduction log a torchmetrics.Metric"
+        )
+    return name
 
 
 def _is_known(function: Any) -> bool:

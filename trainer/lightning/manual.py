@@ -101,3 +101,17 @@ def average_gradients(parameters: list[nn.Parameter]) -> None:
             if count:
                 parameter.grad = flat[start:end].view_as(part).clone()
             start = end
+
+
+class Clipping:
+    """What ``self.clip_gradients`` works with."""
+
+    def clip_gradients(self, optimizer: Any, clip_val: float | None, algorithm: Any) -> None:
+        """Clip the gradients of an optimizer by norm or by value, as Lightning names it."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not clip_val or clip_val <= 0:
+            return
+        if str(getattr(algorithm, "value", algorithm)) == "value":
+            nn.utils.clip_grad_value_(parameters, clip_val)
+        else:
+            nn.utils.clip_grad_norm_(parameters, clip_val)

@@ -8,19 +8,21 @@ becomes the hooks and steps of the module, in Lightning's order.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from trainer import metrics
 from trainer.config import TrainerConfig
 from trainer.lightning import kept
 from trainer.lightning.calls import Calls
+from trainer.lightning.collectives import check_all_call
 from trainer.lightning.data import LightningData
 from trainer.lightning.evaluations import WORDS, Evaluations
 from trainer.lightning.facts import TrainerFacts
-from trainer.lightning.hooks import check_module, defines
+from trainer.lightning.hooks import check_module
 from trainer.lightning.logs import Log
 from trainer.lightning.manual import ManualOptimization
 from trainer.lightning.optimizers import Optimization
@@ -75,6 +77,7 @@ class LightningTask(TaskModule):
         self.manual: ManualOptimization | None = None
         self._transfer_hooks = data.transfer_hooks()
         self._open_batch: tuple[Any, Any, int] | None = None
+        self._let_go_of_metrics: Callable[[], None] = lambda: None
         self.in_epoch = False
 
     @property
@@ -126,6 +129,8 @@ class LightningTask(TaskModule):
                 "of the epoch, which is not possible here: set limit_train_batches, or return None "
                 "from training_step to leave a batch out"
             )
+        if self.run._logbook is not None:
+            self.log_book.epoch.num_samples += self.run._logbook.num_samples
         outputs = self.calls.step("training_step", batch, number)
         if self.calls.defines("on_train_batch_end"):
             self._open_batch = (_as_dict(outputs), batch, number)
@@ -203,6 +208,20 @@ class LightningTask(TaskModule):
         self.in_epoch = True
         self.calls.hook("on_train_epoch_start")
 
+    def before_optimizer_step(self) -> None:
+        """Run the module's hooks between backward and update."""
+        (optimizer,) = self.facts.optimizers
+        self.calls.hook("on_after_backward")
+        self.calls.hook("on_before_optimizer_step", optimizer)
+        self.calls.hook("configure_gradient_clipping", optimizer, None, None)
+
+    def after_optimizer_step(self) -> None:
+        """Run the module's hooks after the update."""
+        (optimizer,) = self.facts.optimizers
+        with self._step_over():
+            self.calls.hook("on_before_zero_grad", optimizer)
+            self._close_batch()
+
     def on_validation_end(self, metrics: Mapping[str, float]) -> None:
         """Note the metrics, for ``self.trainer.callback_metrics``."""
         self.facts.note(metrics)
@@ -227,9 +246,12 @@ class LightningTask(TaskModule):
             batch = hook(batch, *place, number)
         return batch
 
+    @property
+    def _acts_in_update(self) -> bool:
+        return self.calls.defines(*_UPDATE)
+
     def _config(self) -> dict[str, Any]:
-        found = kept.plain_values(self.module.hparams)
-        return {"hyper_parameters": found} if found else {}
+        return kept.config_of(self)
 
     def _start(self, device: torch.device) -> None:
         self.facts = TrainerFacts(self, device)
@@ -241,11 +263,16 @@ class LightningTask(TaskModule):
         self.data.set_up()
         self.calls.hook("configure_model")
         module.to(device)
+        if self.run.world_size > 1:
+            self._let_go_of_metrics = metrics.gather_here(
+                kept.metrics_of(module), lambda what: check_all_call(self, what)
+            )
 
     def _end(self, error: BaseException | None) -> None:
         if not self.is_attached:
             return
         self.data._end(error)
+        self._let_go_of_metrics()
         if self.manual is not None:
             self.manual.close()
         vars(self.module).pop("log", None)
@@ -278,14 +305,8 @@ class LightningTask(TaskModule):
         if not self.in_epoch:
             return {}
         self.in_epoch = False
-        collected = self.log_book.epoch
-        values = collected.reduce(self.module)
-        self.facts.note(values)
-        self.calls.hook("on_train_epoch_end")
-        if self.calls.defines("on_train_epoch_end"):
-            values |= collected.reduce(self.module)
-            self.facts.note(values)
-        collected.end()
+        logs = self.log_book
+        values = logs.told(logs.epoch, "on_train_epoch_end", beside=logs.latest.reduce())
         if self.optimization is not None:
             self.optimization.end_epoch(self.facts.callback_metrics)
         return values
@@ -298,26 +319,6 @@ class LightningTask(TaskModule):
             yield
         finally:
             self.facts.step_is_over = False
-
-
-class HookedLightningTask(LightningTask):
-    """A `LightningTask` whose module has a part in updates."""
-
-    def before_optimizer_step(self) -> None:
-        """Run the module's hooks between backward and update."""
-        assert self.optimization is not None
-        (optimizer,) = self.optimization.optimizers
-        self.calls.hook("on_after_backward")
-        self.calls.hook("on_before_optimizer_step", optimizer)
-        self.calls.hook("configure_gradient_clipping", optimizer, None, None)
-
-    def after_optimizer_step(self) -> None:
-        """Run the module's hooks after the update."""
-        assert self.optimization is not None
-        (optimizer,) = self.optimization.optimizers
-        with self._step_over():
-            self.calls.hook("on_before_zero_grad", optimizer)
-            self._close_batch()
 
 
 def lightning_task(
@@ -336,9 +337,7 @@ def lightning_task(
         ValueError: If it lacks a step, or relies on something that is not supported.
     """
     check_module(module, base, stage, config)
-    hooked = any(defines(module, hook, base) for hook in _UPDATE)
-    kind = HookedLightningTask if hooked else LightningTask
-    named = type(type(module).__name__, (kind,), {})  # messages tell its name
+    named = type(type(module).__name__, (LightningTask,), {})  # messages tell its name
     task: LightningTask = named(module, base, data, stage, config)
     return task
 

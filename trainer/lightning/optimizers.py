@@ -139,8 +139,11 @@ class Schedulers:
 
     def step(self) -> None:
         """Advance what goes by steps; ``frequency`` counts those of the epoch."""
-        run, facts = self._task.run, self._task.facts
-        self._advance("step", run.step_in_epoch + 1, facts.callback_metrics)
+        facts, count = self._task.facts, self._task.run.step_in_epoch + 1
+        due = [c for c in self._configs if c.interval == "step" and count % c.frequency == 0]
+        if any(config.reduce_on_plateau for config in due) and not self._by_hand:
+            facts.note(self._task.log_book.latest.reduce())
+        self._advance("step", count, facts.callback_metrics)
 
     def end_epoch(self, metrics: Mapping[str, torch.Tensor]) -> None:
         """Advance what goes by epochs."""
@@ -182,7 +185,7 @@ def _taken_apart(found: Any) -> tuple[list[torch.optim.Optimizer], Sequence[Any]
     if isinstance(found, torch.optim.Optimizer):
         return [found], [], None
     if isinstance(found, Mapping):
-        _check_keys(found, ("optimizer", "lr_scheduler", "monitor"))
+        _check_entry(found)
         return [found["optimizer"]], _schedulers_of(found), found.get("monitor")
     if isinstance(found, list | tuple) and found:
         if all(isinstance(entry, torch.optim.Optimizer) for entry in found):
@@ -192,7 +195,7 @@ def _taken_apart(found: Any) -> tuple[list[torch.optim.Optimizer], Sequence[Any]
             return list(found[0]), list(schedulers), None
         if all(isinstance(entry, Mapping) for entry in found):
             for entry in found:
-                _check_keys(entry, ("optimizer", "lr_scheduler", "monitor"))
+                _check_entry(entry)
             return (
                 [entry["optimizer"] for entry in found],
                 [
@@ -220,6 +223,12 @@ def _config(scheduler: Any, monitor: str | None) -> ScheduleConfig:
     if "scheduler" not in scheduler:
         raise ValueError("configure_optimizers: a dict of a scheduler without 'scheduler'")
     return ScheduleConfig(**{"monitor": monitor, **scheduler})
+
+
+def _check_entry(found: Mapping[str, Any]) -> None:
+    _check_keys(found, ("optimizer", "lr_scheduler", "monitor"))
+    if "optimizer" not in found:
+        raise ValueError("configure_optimizers: a dict without 'optimizer'")
 
 
 def _check_keys(found: Mapping[str, Any], known: tuple[str, ...]) -> None:

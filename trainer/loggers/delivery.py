@@ -60,11 +60,11 @@ class Delivery:
         self._last: Call | None = None
         self._handed: Counter[str] = Counter()
         self._lost: Counter[str] = Counter()
+        self._failures = 0  # in a row
+        self._error = ""
         self._changed = threading.Condition()  # guards all of these
         self._ending = threading.Event()
         self._deadline = float("inf")
-        self._failures = 0  # in a row
-        self._error = ""
         self._has_waited = False  # for the connection, in `wait_until_connected`
         self._has_told_full = self._has_told_again = False
         self._thread: threading.Thread | None = None
@@ -76,8 +76,9 @@ class Delivery:
             connect: Called again and again until it does not raise; nothing can arrive before.
             first: The first call after it.
         """
-        self._handed[first.what] += 1
-        self._first = first
+        with self._changed:
+            self._handed[first.what] += 1
+            self._first = first
         self._thread = threading.Thread(
             target=self._main, args=(Call("connection", connect),), name=self.name, daemon=True
         )
@@ -131,15 +132,17 @@ class Delivery:
             self._aside.clear()
             self._waiting.clear()
             self._first = self._last = None
-        del self._lost["connection"]
-        if self._lost:
+            del self._lost["connection"]
+            lost = " and ".join(map(self._counted, self._lost))
             why = self._error or "it was too slow"
             if self._in_hand is not None and self._is_making:
                 why = f"its {self._in_hand.what} took too long"
-            self._warn(f"lost {' and '.join(map(self._counted, self._lost))} ({why})")
+        if lost:
+            self._warn(f"lost {lost} ({why})")
 
     def _main(self, connect: Call) -> None:
-        self._in_hand = connect
+        with self._changed:
+            self._in_hand = connect
         while not self._arrives(connect):
             if self._is_over():
                 return
@@ -184,29 +187,31 @@ class Delivery:
 
     def _arrives(self, call: Call) -> bool:
         """Make a call; if it raises, note that, pause, and return False."""
-        self._is_making = True
+        with self._changed:
+            self._is_making = True
         try:
             call.make()
         except BaseException as error:  # libraries of services raise whatever they like
-            self._is_making = False
             self._fail(error)
             return False
         with self._changed:
             self._is_making = False
             self._in_hand = None
+            self._failures = 0
         if self._error and not self._has_told_again:
             self._has_told_again = True
             print(f"{self.name} works again", file=sys.stderr, flush=True)
-        self._failures = 0
         return True
 
     def _fail(self, error: BaseException) -> None:
         text = str(error).strip().partition("\n")[0]
-        is_first, self._error = not self._error, f"{type(error).__name__}: {text}".rstrip(": ")
-        self._failures += 1
+        with self._changed:
+            self._is_making = False
+            is_first, self._error = not self._error, f"{type(error).__name__}: {text}".rstrip(": ")
+            self._failures += 1
+            pause_s = min(self._pause_s * 2 ** min(self._failures - 1, 20), LONGEST_PAUSE_S)
         if is_first:
             self._warn(f"failed ({self._error}); it is tried again, and training goes on")
-        pause_s = min(self._pause_s * 2 ** min(self._failures - 1, 20), LONGEST_PAUSE_S)
         if self._ending.is_set():
             time.sleep(max(0.0, min(pause_s, self._deadline - time.monotonic())))
         else:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 SUCCESS = "finished"  # the `Run.status` of a run that came to its end
+
+_csv = threading.RLock()
 
 
 class Dialect:
@@ -219,7 +223,18 @@ class TensorBoard(Dialect):
 
 
 class Csv(Dialect):
-    """CSV: a resumed run begins a new version, for the logger would delete the old one."""
+    """CSV: a resumed run begins a new version, for the logger would delete the old one.
+
+    What it is given while it writes would be lost. The run's loop may give it something, too, in a
+    callback, so one has to wait for the other.
+    """
+
+    def connect(self) -> None:
+        """Open the file, and have its methods be called one at a time."""
+        super().connect()
+        writer = self.logger.experiment
+        for name in ("log_metrics", "save"):
+            setattr(writer, name, partial(_one_at_a_time, getattr(type(writer), name), writer))
 
     def end(self, status: str) -> None:
         """Write the status beside the config."""
@@ -245,6 +260,11 @@ def dialect_of(logger: Any) -> Dialect:
 def is_lightning_logger(logger: Any) -> bool:
     """Whether this is a Lightning logger; does not import Lightning."""
     return any(cls.__name__ == "Logger" and _is_lightning(cls) for cls in type(logger).__mro__)
+
+
+def _one_at_a_time(method: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    with _csv:
+        method(*args, **kwargs)
 
 
 def _is_lightning(cls: type) -> bool:

@@ -117,8 +117,9 @@ class LightningLogger(Logger):
             state = self._dialect.state()
             json.dumps(state)  # a checkpoint holds plain values only
         except Exception as error:
-            if not self._is_silent:
-                self._is_silent = True
+            with _noting:  # the loop asks, and the thread that opens the logger
+                is_first, self._is_silent = not self._is_silent, True
+            if is_first:
                 cause = f"{type(error).__name__}: {error}"
                 warn(
                     f"{self.label} has no state to keep in checkpoints ({cause}): a resumed "
@@ -144,7 +145,7 @@ class LightningLogger(Logger):
 
     def _connect(self, path: Path) -> None:
         self._dialect.connect()
-        state = self._dialect.state()
+        state = self.state_dict()
         if not state:
             return
         with _noting:

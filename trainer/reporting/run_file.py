@@ -38,11 +38,12 @@ class RunFile(Logger):
         self._write(run, facts)
 
     def _write(self, run: Run, facts: dict[str, Any]) -> None:
+        task: Any = run.task.module if run.task._speaks_for_another else run.task
         whole = {
             "status": run.status,
             "reason": run.stop_reason,
             "error": None,
-            "task": type(run.task).__name__,
+            "task": type(task).__name__,
             "step": run.step,
             "epoch": run.epoch,
             "samples": run.samples,

@@ -15,9 +15,9 @@ from trainer import distributed, ranks
 from trainer.config import CheckpointConfig, TrainerConfig
 from trainer.data.module import DataModule
 from trainer.failures import RemoteTraceback
-from trainer.launcher import find_launcher, in_child, local_ranks
+from trainer.launcher import find_launcher, local_ranks
 from trainer.messages import counted
-from trainer.rank import Group, Work
+from trainer.rank import Group, Work, in_child
 from trainer.starting import threads_per_rank
 from trainer.task import TaskModule
 from trainer.verify.record import Record, load_records
