@@ -134,6 +134,7 @@ def test_a_scheduler_that_the_module_steps_itself(tmp_path: Path) -> None:
         (lambda o: ([o], [ReduceLROnPlateau(o)]), "without 'monitor'"),
         (lambda o: ([o], [{"interval": "step"}]), "without 'scheduler'"),
         (lambda o: {"monitor": "val_loss"}, "a dict without 'optimizer'"),
+        (lambda o: {"optimizer": None}, "returned a NoneType in place of an optimizer"),
         (lambda o: [{"lr_scheduler": StepLR(o, 1)}], "a dict without 'optimizer'"),
         (
             lambda o: {"optimizer": o, "lr_scheduler": ReduceLROnPlateau(o), "monitor": "val_acc"},
@@ -538,6 +539,16 @@ def test_hooks_that_are_not_called(tmp_path: Path, name: str, message: str) -> N
     module = type("Mine", (Regression,), {name: lambda self, *args: None})()
     with pytest.raises(ValueError, match=f"Mine defines {name}, .*{message}"):
         ours(module, loaders(), tmp_path, max_epochs=1)
+
+
+class Undecided(Regression):
+    def on_fit_start(self) -> None:
+        self.automatic_optimization = False
+
+
+def test_the_kind_of_optimization_stays(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="automatic_optimization of Undecided has changed"):
+        trainer(tmp_path, max_epochs=1).fit(Undecided(), **loaders())
 
 
 def test_what_is_missing_or_given_twice(tmp_path: Path) -> None:

@@ -205,6 +205,11 @@ class LightningTask(TaskModule):
             self.facts.is_started = True
             self.calls.hook("on_train_start")
         self.facts.current_epoch = self.run.epoch
+        if self.optimizes_itself != (self.manual is not None):
+            raise ValueError(
+                f"automatic_optimization of {type(self.module).__name__} has changed since its "
+                "optimizers were configured; set it in __init__, for good"
+            )
         self.in_epoch = True
         self.calls.hook("on_train_epoch_start")
 

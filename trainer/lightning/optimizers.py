@@ -68,6 +68,12 @@ class Optimization:
         """
         self._task = task
         self.optimizers, given, monitor = _taken_apart(found)
+        for optimizer in self.optimizers:
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise ValueError(
+                    f"configure_optimizers returned a {type(optimizer).__name__} in place of an "
+                    "optimizer, which it takes to train"
+                )
         self.schedulers = [_config(scheduler, monitor) for scheduler in given]
         for config in self.schedulers:
             if getattr(config.scheduler, "optimizer", None) not in (None, *self.optimizers):
