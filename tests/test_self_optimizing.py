@@ -10,7 +10,7 @@ import torch
 from support import Regression, assert_equal_bits, assert_same, fit, fit_on, samples, weights
 from torch import Tensor, nn
 
-from trainer import Callback, TaskModule, distributed
+from trainer import Callback, OptimizerSetup, TaskModule, distributed
 from trainer.checkpoint.writer import read_state
 
 
@@ -75,6 +75,20 @@ def test_a_resumed_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str
     fit(rest, tmp_path / "parts", max_steps=5, resume="last", **OPTIONS)
     assert_equal_bits(rest, whole)
     assert "nothing was trained" not in capsys.readouterr().out
+
+
+class Halving(ByItself):
+    """Has a schedule."""
+
+    def configure_optimizers(self) -> OptimizerSetup:
+        optimizer = super().configure_optimizers()
+        return OptimizerSetup(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
+
+
+def test_its_schedule_advances_once_in_a_step(tmp_path: Path) -> None:
+    task = Halving()
+    fit(task, tmp_path, max_steps=3, **OPTIONS)
+    assert task.optimizer.param_groups[0]["lr"] == 0.05 / 2**3
 
 
 @pytest.mark.parametrize(

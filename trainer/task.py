@@ -145,7 +145,8 @@ class TaskModule(nn.Module):
         """Do one step: forward, backward, reduction of gradients, update of every optimizer.
 
         Only called where ``optimizes_itself`` is set. Weights are equal on all ranks before, and
-        must be so afterwards. Schedules, clipping and loss scaling are up to it, too.
+        must be so afterwards. It runs under autocast; clipping is up to it, too. A schedule that
+        ``configure_optimizers`` returns advances by itself, as in any other task.
 
         Args:
             batch: What this rank has of a global batch.

@@ -230,6 +230,7 @@ class Turns:
             check_same_tensors(task)
             self._session.share_weights()
             return
+        self.teardown()  # also of those that now sit out
         self.at_work = [turn for turn in self.all if not turn.is_idle]
         if not self.at_work:
             raise ValueError(
