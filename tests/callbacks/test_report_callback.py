@@ -155,7 +155,7 @@ def test_a_report_that_fails_fails_nothing_else(
 
 def test_without_plotly_it_says_so_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'ddp-trainer\[report\]'"):
+    with pytest.raises(ValueError, match=r"pip install plotly"):
         Report()
 
 

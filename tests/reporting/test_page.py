@@ -110,5 +110,5 @@ def test_a_folder_with_metrics_alone_is_enough(tmp_path: Path) -> None:
 
 def test_without_plotly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'ddp-trainer\[report\]'"):
+    with pytest.raises(ValueError, match=r"pip install plotly"):
         write_report(trained(tmp_path))

@@ -84,7 +84,7 @@ def as_onnx(
             content = proto.SerializeToString()
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"ONNX needs the package {error.name}: pip install 'ddp-trainer[export]'"
+            f"ONNX needs the package {error.name}: pip install onnx onnxscript onnxruntime"
         ) from error
     except torch.onnx.OnnxExporterError as error:
         first = next(line for line in str(error.__cause__ or error).splitlines() if line.strip())

@@ -50,9 +50,7 @@ def check_plotly() -> None:
     from importlib.util import find_spec
 
     if find_spec("plotly") is None:
-        raise ValueError(
-            "a report needs plotly, which is not installed: pip install 'ddp-trainer[report]'"
-        )
+        raise ValueError("a report needs plotly, which is not installed: pip install plotly")
 
 
 def page(record: Record) -> str:
