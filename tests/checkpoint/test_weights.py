@@ -12,7 +12,9 @@ from checkpoints import reseal, snapshot, write
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from trainer.checkpoint.manifest import verify
+from trainer.checkpoint import manifest
+from trainer.checkpoint.manifest import read_manifest, verify
+from trainer.checkpoint.store import LocalStore
 from trainer.checkpoint.weights import load_task, load_weights, read_weights, write_weights
 from trainer.checkpoint.writer import read_state
 
@@ -202,6 +204,25 @@ def test_load_weights_from_files(tmp_path: Path) -> None:
         load_weights(module, tmp_path / "none")
     with pytest.raises(ValueError, match=r"it has no manifest\.json"):
         load_weights(module, tmp_path)
+
+
+def test_a_link_that_a_run_sets_anew_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = snapshot(1)
+    write(tmp_path, first, snapshot(2))
+    store = LocalStore(tmp_path)
+    store.link("last", "step-00000001")
+
+    def read(path: Path) -> dict[str, Any]:
+        facts = read_manifest(path)
+        store.link("last", "step-00000002")
+        return facts
+
+    monkeypatch.setattr(manifest, "read_manifest", read)
+    module = nn.Linear(3, 2)
+    load_weights(module, tmp_path / "last")
+    assert torch.equal(module.weight, first.weights["weight"])
 
 
 def test_load_task(tmp_path: Path) -> None:

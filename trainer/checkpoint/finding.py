@@ -78,10 +78,12 @@ def find(run: str | Path, which: str | os.PathLike[str], of_run: str = "best") -
 def local(path: str | os.PathLike[str]) -> Path:
     """Return ``path``; of a url the copy on this machine.
 
+    A link such as ``last`` is followed once, here: while it is read a run may set it anew.
+
     Raises:
         ValueError: If nothing is there, or it is damaged.
     """
-    return find("", path) if is_url(path) else Path(path)
+    return find("", path) if is_url(path) else Path(path).resolve()
 
 
 def _fetched(url: str) -> Path | None:
