@@ -35,7 +35,7 @@ from recipes.language_model import PythonTopics
 from recipes.mnist import MnistData
 from trainer import TaskModule, Trainer, compiling, distributed
 from trainer.config import TrainerConfig
-from trainer.launcher import launch
+from trainer.launching.launcher import launch
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 WARM_UP = 5

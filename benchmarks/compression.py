@@ -40,7 +40,7 @@ from recipes.mnist import MnistData, MnistTask
 from trainer import DataModule, TaskModule, Trainer, distributed
 from trainer.comm_hooks.low_rank import as_matrix, is_compressed
 from trainer.config import TrainerConfig
-from trainer.launcher import launch
+from trainer.launching.launcher import launch
 
 MBIT = (1000, 200, 50)
 WARM_UP, STEPS = 4, 10

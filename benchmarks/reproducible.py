@@ -29,7 +29,7 @@ from benchmarks.nets import ConvTask, TwoLayers
 from recipes.mnist import MnistData
 from trainer import TaskModule, Trainer, distributed
 from trainer.config import TrainerConfig
-from trainer.launcher import launch
+from trainer.launching.launcher import launch
 
 GLOBAL_BATCH, MICRO_BATCH = 128, 32
 WARM_UP, LOG_EVERY = 30, 20  # steps

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from trainer import FitResult, TaskModule, Trainer, WeightedLoss, distributed
 from trainer.config import TrainerConfig
-from trainer.launcher import launch
+from trainer.launching.launcher import launch
 
 Optimizers = Callable[[Iterable[nn.Parameter]], Any]
 

@@ -21,10 +21,10 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
 from trainer import DataModule, TaskModule, cli, load_predictions, load_task
-from trainer.command_line import Place, check_command_line
-from trainer.composition import PRESETS, check_config, register_configs
 from trainer.config import TrainerConfig
-from trainer.flags import check_flags, read_arguments
+from trainer.hydra.command_line import Place, check_command_line
+from trainer.hydra.composition import PRESETS, check_config, register_configs
+from trainer.hydra.flags import check_flags, read_arguments
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -363,7 +363,7 @@ def test_flags_may_stand_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_flags_that_do_not_go_together(
     monkeypatch: pytest.MonkeyPatch, argv: list[str], words: str
 ) -> None:
-    monkeypatch.setattr("trainer.flags.program", lambda: "python -m recipes.mnist")
+    monkeypatch.setattr("trainer.hydra.flags.program", lambda: "python -m recipes.mnist")
     with pytest.raises(ValueError, match=words):
         arguments(monkeypatch, *argv)
 
@@ -488,7 +488,7 @@ def test_a_program_passes_a_config_on_and_finds_its_own_folder(folder: str) -> N
 PROGRAM = """\
 import sys
 from trainer import hydra_main, run
-from trainer.failures import RankError
+from trainer.diagnosis.failures import RankError
 @hydra_main("conf", "app")
 def main(cfg):
     if cfg.get("fail"):

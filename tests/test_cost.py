@@ -23,8 +23,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainer
-from trainer import Trainer, WeightedLoss, distributed, gradients, lazy_dynamo, logbook, stopping
-from trainer.flight_recorder import Collective, recorded
+from trainer import Trainer, WeightedLoss, distributed, lazy_dynamo, logbook, stopping
+from trainer.diagnosis.flight_recorder import Collective, recorded
+from trainer.optimizing import gradients
 from trainer.watch import watch
 
 pytestmark = pytest.mark.timeout(60)

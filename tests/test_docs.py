@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from trainer import Trainer
-from trainer.command_line import Place, check_command_line
-from trainer.composition import register_configs
+from trainer.hydra.command_line import Place, check_command_line
+from trainer.hydra.composition import register_configs
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from support import assert_equal_bits
 
 from trainer import Trainer, load_task, run
-from trainer.command_line import Place, check_command_line
-from trainer.composition import register_configs
+from trainer.hydra.command_line import Place, check_command_line
+from trainer.hydra.composition import register_configs
 
 SOURCE = Path(__file__).parents[1] / "docs" / "example_project"
 QUICK = ["experiment=quick", "trainer.accelerator=cpu"]

@@ -10,15 +10,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from trainer import attempt, lock
-from trainer.attempt import Attempt
+from trainer import lock
+from trainer.launching import attempt
+from trainer.launching.attempt import Attempt
 from trainer.lock import check_free, is_held, locked
 
 # Takes the lock as the second attempt of a launch, forks a child as a loader does, and waits.
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from trainer import attempt, lock
+from trainer import lock
+from trainer.launching import attempt
 from trainer.lock import locked
 lock._WAIT_S = 0.2
 attempt.enter(attempt.Attempt("launch", 1))

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import HashStore
 
 from trainer import meeting
-from trainer.failures import RankError
+from trainer.diagnosis.failures import RankError
 from trainer.meeting import meet_in
 
 pytestmark = pytest.mark.timeout(60)

@@ -9,7 +9,7 @@ from support import Regression, fit, measured, on_ranks, samples
 from torchmetrics import classification, wrappers
 
 from trainer import distributed, metrics
-from trainer.metrics import _combine, _state
+from trainer.metric_states import combined, state_of
 
 CPU = torch.device("cpu")
 
@@ -109,11 +109,11 @@ def test_states_of_ranks_are_combined_by_their_own_rules():
     ranks = [Kinds() for _ in range(3)]
     for metric, value in zip(ranks, (2, 4, 9), strict=True):
         metric.update(value)
-    combined = _combine(ranks[0], [_state(metric) for metric in ranks])
-    assert combined.pop("_update_count") == 3
+    whole = combined(ranks[0], [state_of(metric) for metric in ranks])
+    assert whole.pop("_update_count") == 3
     assert {
         name: [float(v) for v in value] if isinstance(value, list) else value.tolist()
-        for name, value in combined.items()
+        for name, value in whole.items()
         if name != "seen"
     } == {
         "total": 15,
@@ -123,7 +123,7 @@ def test_states_of_ranks_are_combined_by_their_own_rules():
         "kept": [2, 4, 9],
         "loose": [2, 4, 9],
     }
-    assert [part.tolist() for part in combined["seen"]] == [[2, 4, 9]]
+    assert [part.tolist() for part in whole["seen"]] == [[2, 4, 9]]
 
 
 def test_what_is_no_metric_is_refused():

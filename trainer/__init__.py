@@ -6,13 +6,13 @@ What comes with it, and the base classes of your own: `trainer.callbacks`, `trai
 
 from trainer import startup as _startup
 from trainer.api import Trainer
-from trainer.as_lightning import as_lightning
 from trainer.callbacks import Callback
 from trainer.checkpoint.weights import load_task, load_weights
 from trainer.cli import hydra_main, run
 from trainer.data.module import DataModule
 from trainer.finding.lr_report import LRReport
 from trainer.finding.micro_batch_report import MicroBatchReport
+from trainer.lightning.as_lightning import as_lightning
 from trainer.logbook import NotFiniteError
 from trainer.loggers import Logger
 from trainer.planning.report import PlanReport

@@ -20,16 +20,16 @@ from trainer.compiling import compiled
 from trainer.config import TrainerConfig
 from trainer.contract import check_contract
 from trainer.data.module import DataModule
-from trainer.determinism import deterministic_algorithms
+from trainer.exact.determinism import deterministic_algorithms
 from trainer.guard import no_collectives
 from trainer.instantiate import instantiate_all
-from trainer.launcher import launch, starts_ranks, this_machine
+from trainer.launching.launcher import launch, starts_ranks, this_machine
+from trainer.launching.rank import in_child
 from trainer.lightning import adapted
 from trainer.loggers import Logger, default_loggers
 from trainer.loggers.lightning import adopt
 from trainer.notes import print_notes
 from trainer.options import from_options
-from trainer.rank import in_child
 from trainer.run import FitResult
 from trainer.run_dir import choose_run_dir
 from trainer.seeding import seed_everything

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from trainer import startup
 from trainer.checkpoint import manifest
 from trainer.checkpoint.finding import find
-from trainer.command_line import Place, check_command_line
-from trainer.composition import HYDRA_VERSION, OWN_OPTIONS, check_config, register_configs
-from trainer.failures import shown
-from trainer.flags import check_flags, read_arguments
-from trainer.help import help_page
+from trainer.diagnosis.failures import shown
+from trainer.hydra.command_line import Place, check_command_line
+from trainer.hydra.composition import HYDRA_VERSION, OWN_OPTIONS, check_config, register_configs
+from trainer.hydra.flags import check_flags, read_arguments
+from trainer.hydra.help import help_page
 from trainer.instantiate import build_node
-from trainer.launcher import speaks_for_all
+from trainer.launching.launcher import speaks_for_all
 from trainer.run_dir import folder_of
 from trainer.urls import is_url
 from trainer.verify.report import VerifyReport
@@ -199,7 +199,7 @@ def _job(main: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
             if isinstance(error, BrokenPipeError) and _is_unheard():
                 _end_unheard()
             if swept:  # a sweeper may want to go on
-                from trainer.sweeps import fail_job
+                from trainer.hydra.sweeps import fail_job
 
                 raise fail_job(error) from None
             print(shown(error), end="", file=sys.stderr)
@@ -303,7 +303,7 @@ def _show(report: VerifyReport) -> VerifyReport:
     if HydraConfig.initialized() and not report.passed:
         if HydraConfig.get().mode == RunMode.RUN:
             sys.exit(1)
-        from trainer.sweeps import JobFailed
+        from trainer.hydra.sweeps import JobFailed
 
         raise JobFailed("the verification did not pass")
     return report

@@ -17,7 +17,7 @@ def culprit(work: Any) -> str | None:
     """Return the smallest part that cannot be pickled, as a user names it: ``task.net.lock``.
 
     Args:
-        work: What `trainer.sending.send` could not send, with ``job`` and ``args``.
+        work: What `trainer.launching.sending.send` could not send, with ``job`` and ``args``.
 
     Returns:
         Its name; None if only all of it together cannot be pickled.

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
-from trainer.failures import Failure
+from trainer.diagnosis.failures import Failure
 from trainer.forking import fork_safely
 from trainer.guard import no_collectives
 from trainer.meeting import no_network

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer import attempt
+from trainer.launching import attempt
 
 _FILE = ".lock"
 _WAIT_S = 3.0  # for a fit that was just killed to be gone

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from trainer import distributed
-from trainer.exact_sum import ExactSum, pack, unpack
+from trainer.exact.exact_sum import ExactSum, pack, unpack
 
 # Values of one name that are kept apart before they are stacked into few tensors where they are.
 STACK_AFTER = 1024

@@ -27,7 +27,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from trainer.failures import RankError
+from trainer.diagnosis.failures import RankError
 from trainer.watch import Phase, watch
 
 _PATIENCE_S = 15.0  # before a rank says what it waits for

@@ -16,13 +16,22 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from trainer import distributed
-from trainer.trees import detached, map_leaves
+from trainer.metric_states import (
+    State,
+    combined,
+    is_exact,
+    load,
+    metrics_in,
+    packed,
+    state_of,
+    unpacked,
+)
+from trainer.trees import detached
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -30,14 +39,8 @@ if TYPE_CHECKING:
     from trainer.task import TaskModule
 
 Place = tuple[int, int]
-State = dict[str, Any]
 # Of a metric's name and the number of a part of it: states in the order in which they combine.
 Kept = dict[tuple[str, int], list[tuple[Place, State]]]
-
-# An array travels in a thirtieth of the time of a tensor; others (bfloat16) have no array.
-_ARRAY_DTYPES = frozenset(
-    (torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
-)
 
 
 class MetricSet(dict[str, Any]):
@@ -80,7 +83,7 @@ def place(metrics: Mapping[str, Any], device: torch.device, exact: bool) -> Metr
             )
         # A clone, for a task may give one object for several splits.
         placed[name] = metric = metric.clone().to(device)
-        for part in _metrics_in(metric):
+        for part in metrics_in(metric):
             part.sync_on_compute = False
             part._to_sync = False
         for module in metric.modules():
@@ -94,7 +97,7 @@ def place(metrics: Mapping[str, Any], device: torch.device, exact: bool) -> Metr
 @contextmanager
 def synchronised_here(metrics: MetricSet) -> Iterator[None]:
     """Take the synchronisation of a user's metrics out of their own hands meanwhile."""
-    parts = [part for metric in metrics.values() for part in _metrics_in(metric)]
+    parts = [part for metric in metrics.values() for part in metrics_in(metric)]
     before = [(part, part.sync_on_compute, part._to_sync) for part in parts]
     for part in parts:
         part.sync_on_compute = part._to_sync = False
@@ -138,15 +141,15 @@ def _over_ranks(
         if not metric._to_sync:  # the value of one batch, or the user does not want it
             return own(*args, **kwargs)
         check(f"{type(metric).__name__}.compute()")
-        before = _state(metric)
-        every = distributed.all_gather_object(map_leaves(_packed, before))
-        states = [map_leaves(_unpacked, state) for state in every if state is not None]
+        before = state_of(metric)
+        every = distributed.all_gather_object(packed(before))
+        states = [unpacked(state) for state in every if state is not None]
         metric._to_sync = False
         try:
-            _load(metric, _combine(metric, states) if states else None)
+            load(metric, combined(metric, states) if states else None)
             return own(*args, **kwargs)
         finally:
-            _load(metric, before)
+            load(metric, before)
             metric._to_sync = True
 
     return compute
@@ -156,7 +159,7 @@ def reset(metrics: MetricSet) -> None:
     """Start every metric anew."""
     for metric in metrics.values():
         metric.reset()
-        for part in _metrics_in(metric):
+        for part in metrics_in(metric):
             part._update_count = 0  # a composition's own reset forgets its own
     metrics.fresh.clear()
     metrics.kept.clear()
@@ -189,11 +192,11 @@ def after_update(metrics: MetricSet, place: Place) -> None:
     if not metrics.exact:
         return
     for name, metric in metrics.items():
-        for number, part in enumerate(_metrics_in(metric)):
-            state = _state(part)
-            if state is not None and not _is_exact(part, state):
+        for number, part in enumerate(metrics_in(metric)):
+            state = state_of(part)
+            if state is not None and not is_exact(part, state):
                 metrics.fresh[name, number].append((place, state))
-                _load(part, None)
+                load(part, None)
 
 
 def compute(metrics: MetricSet) -> dict[str, float]:
@@ -208,7 +211,7 @@ def compute(metrics: MetricSet) -> dict[str, float]:
     ranks = _gather(metrics)
     if ranks is not None:
         for name, metric in metrics.items():
-            parts = _metrics_in(metric)
+            parts = metrics_in(metric)
             states = [
                 [state for _, state in metrics.kept.get((name, number), ())]
                 + [state for rank in ranks if (state := rank[name][number]) is not None]
@@ -252,8 +255,8 @@ def restore(metrics: MetricSet, state: Mapping[str, Any]) -> None:
         print(f"resume: other train metrics than before, which start anew: {', '.join(changed)}")
     is_same_size = len(ranks) == distributed.world_size()
     for name in names if is_same_size else ():
-        for part, own in zip(_metrics_in(metrics[name]), ranks[rank][name], strict=True):
-            _load(part, own)
+        for part, own in zip(metrics_in(metrics[name]), ranks[rank][name], strict=True):
+            load(part, own)
     if rank != 0:
         return
     for name, number, place, kept in state["kept"]:
@@ -285,12 +288,14 @@ def _gather(metrics: MetricSet) -> list[dict[str, list[State | None]]] | None:
 
     What has been taken out since the last time goes to rank 0's ``kept``.
     """
-    own = {name: [_state(part) for part in _metrics_in(metric)] for name, metric in metrics.items()}
-    gathered = distributed.gather_object(map_leaves(_packed, (own, dict(metrics.fresh))))
+    own = {
+        name: [state_of(part) for part in metrics_in(metric)] for name, metric in metrics.items()
+    }
+    gathered = distributed.gather_object(packed((own, dict(metrics.fresh))))
     metrics.fresh.clear()
     if gathered is None:
         return None
-    ranks, fresh = zip(*map_leaves(_unpacked, gathered), strict=True)
+    ranks, fresh = zip(*unpacked(gathered), strict=True)
     for taken in fresh:
         for key, states in taken.items():
             metrics.kept[key] += states
@@ -299,122 +304,27 @@ def _gather(metrics: MetricSet) -> list[dict[str, list[State | None]]] | None:
     return list(ranks)
 
 
-def _packed(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    leaf = leaf.detach().cpu()
-    return leaf.numpy() if leaf.dtype in _ARRAY_DTYPES else leaf
-
-
-def _unpacked(leaf: Any) -> Any:
-    return torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
-
-
 def _compute(
     name: str, metric: Any, parts: list[Metric], states: list[list[State]]
 ) -> dict[str, float]:
     """Put the combined states of every part in, compute, and put this rank's own states back."""
-    own = [_state(part) for part in parts]
+    own = [state_of(part) for part in parts]
     try:
         for part, theirs in zip(parts, states, strict=True):
             if theirs:
-                _load(part, _combine(part, theirs))
+                load(part, combined(part, theirs))
         return dict(_flat(name, metric.compute())) if any(states) else {}
     finally:
         for part, state in zip(parts, own, strict=True):
-            _load(part, state)
+            load(part, state)
 
 
 def _layout(metrics: MetricSet) -> dict[str, list[list[str]]]:
     """Name the states of every part of every metric."""
     return {
-        name: [list(part._defaults) for part in _metrics_in(metric)]
+        name: [list(part._defaults) for part in metrics_in(metric)]
         for name, metric in metrics.items()
     }
-
-
-def _metrics_in(module: Any) -> list[Metric]:
-    """Every metric with states of its own, those inside collections and wrappers included.
-
-    Raises:
-        ValueError: For a wrapper whose states depend on the order of the updates.
-    """
-    from torchmetrics import Metric, MetricCollection
-    from torchmetrics.wrappers.abstract import WrapperMetric
-
-    if isinstance(module, MetricCollection):
-        # Reading the values makes the members of a compute group share their states.
-        parts: Any = module.values()
-    else:
-        parts = list(module.children())
-    found = [metric for part in parts for metric in _metrics_in(part)]
-    if not isinstance(module, WrapperMetric):
-        return [module, *found] if isinstance(module, Metric) else found
-    # Wrappers leave states to what they wrap; ClasswiseWrapper shows those as if they were its own.
-    if module._defaults and not any(module._defaults is metric._defaults for metric in found):
-        raise ValueError(
-            f"build_metrics returned a {type(module).__name__}, which follows the order of its "
-            "updates; over several ranks there is no such order: use the metric without it"
-        )
-    return found
-
-
-def _state(metric: Metric) -> State | None:
-    """Return the metric's own tensors, and None before its first update."""
-    if metric._update_count == 0:
-        return None
-    own = {name: getattr(metric, name) for name in metric._defaults}
-    return {
-        "_update_count": metric._update_count,
-        **{name: list(v) if isinstance(v, list) else v for name, v in own.items()},
-    }
-
-
-def _is_exact(metric: Metric, state: State) -> bool:
-    """Whether the states would be the same, to the last bit, after other orders of the updates."""
-    from torchmetrics.utilities.data import dim_zero_max, dim_zero_min, dim_zero_sum
-
-    for name, reduction in metric._reductions.items():
-        value = state[name]
-        if isinstance(value, list):
-            return False
-        is_whole = not (value.is_floating_point() or value.is_complex())
-        if reduction not in (dim_zero_max, dim_zero_min) and not (
-            is_whole and reduction is dim_zero_sum
-        ):
-            return False
-    return True
-
-
-def _combine(metric: Metric, states: list[State]) -> State:
-    if len(states) == 1:
-        return states[0]
-    combined: State = {"_update_count": sum(s["_update_count"] for s in states)}
-    for name, reduction in metric._reductions.items():
-        parts = [state[name] for state in states]
-        combine = cast(Callable[[Any], Any], reduction)  # torchmetrics has turned names into these
-        if isinstance(parts[0], list):
-            joined: Any = [tensor for part in parts for tensor in part]
-            if reduction is not None and joined:
-                joined = [combine(joined)]
-        else:
-            joined = torch.stack(parts)
-            if reduction is not None:
-                joined = combine(joined)
-        combined[name] = joined
-    return combined
-
-
-def _load(metric: Metric, state: State | None) -> None:
-    """Set the states; None is before the first update."""
-    metric._computed = None
-    metric._update_count = 0 if state is None else state["_update_count"]
-    for name, default in metric._defaults.items():
-        value = default if state is None else state[name]
-        device = metric.device
-        moved = [v.to(device) for v in value] if isinstance(value, list) else value.to(device)
-        # A metric may add to its tensor in place.
-        setattr(metric, name, moved.clone() if isinstance(moved, torch.Tensor) else moved)
 
 
 def _flat(name: str, value: Any) -> list[tuple[str, float]]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, get_type_hints
 
-from trainer.composition import MODES
 from trainer.config import CheckpointConfig, TrainerConfig
 from trainer.finding.options import FindLRConfig, FindMicroBatchSizeConfig
+from trainer.hydra.composition import MODES
 from trainer.migration import RENAMED
 from trainer.options import allowed, option_fields, show
 from trainer.planning.options import PlanConfig

@@ -8,10 +8,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from trainer import attempt, distributed
-from trainer.attempt import slurm_job
+from trainer import distributed
 from trainer.checkpoint.files import free_name
 from trainer.config import TrainerConfig
+from trainer.launching import attempt
+from trainer.launching.attempt import slurm_job
 from trainer.urls import check_protocol, is_url, local_folder
 
 

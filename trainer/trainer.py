@@ -1,6 +1,6 @@
 """The training loop: what happens in a fit, from top to bottom.
 
-The `Trainer` that a user calls is in ``api.py``. Before the code here runs, ``launcher.py`` has
+The `Trainer` that a user calls is in ``api.py``. Before the code here runs, ``launching/`` has
 started the ranks and they have joined a process group; every rank runs this same code, on its own
 part of each global batch. `Training` is one fit on one rank, and `Training.run` is the loop.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from trainer import distributed, metrics, profiling, startup, stopping
+from trainer import distributed, metrics, startup, stopping
 from trainer.callbacks import Callback
 from trainer.checkpoint.past import shared_past
 from trainer.checkpoint.saving import Saver, named
@@ -28,15 +28,16 @@ from trainer.logbook import Logbook, full_names
 from trainer.loggers import Logger
 from trainer.notes import note_untrained
 from trainer.observers import Observers
-from trainer.pace import Pace
+from trainer.optimizing.turns import Turn, Turns, by_step
+from trainer.optimizing.weight_average import WeightAverage
 from trainer.run import FitResult
 from trainer.seeding import Stream, seed_generators, stream_key
 from trainer.session import Session
+from trainer.speed import profiling
+from trainer.speed.pace import Pace
 from trainer.state import TrainState
 from trainer.trees import to_device
-from trainer.turns import Turn, Turns, by_step
 from trainer.watch import Phase, watch
-from trainer.weight_average import WeightAverage
 
 
 class Training:

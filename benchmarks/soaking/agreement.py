@@ -20,7 +20,7 @@ from benchmarks.common import at_least, scratch, table
 from benchmarks.soaking.program import Spec, train
 from trainer import distributed, stopping
 from trainer.config import TrainerConfig
-from trainer.launcher import launch
+from trainer.launching.launcher import launch
 
 
 class Timed(stopping.Agreement):

@@ -13,9 +13,9 @@ import pytest
 from support import Regression, fit, on_ranks, samples
 
 from trainer import distributed
-from trainer.attempt import Attempt, enter
 from trainer.checkpoint.disks import Witness, gather_newest
 from trainer.config import TrainerConfig
+from trainer.launching.attempt import Attempt, enter
 
 pytestmark = pytest.mark.timeout(100)
 CONFIG = TrainerConfig(resume="auto", accelerator="cpu")

@@ -12,7 +12,7 @@ from trainer.data.batches import evaluation_batches, train_batches
 from trainer.data.fetching import Fetch, Request
 from trainer.data.loading import LoaderOptions, open_source
 from trainer.data.plan import GlobalBatchPlan
-from trainer.failures import SampleError
+from trainer.diagnosis.failures import SampleError
 
 
 def chance():

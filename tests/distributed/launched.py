@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from trainer import TaskModule, Trainer, distributed
-from trainer.children import settle_worker
 from trainer.config import TrainerConfig
-from trainer.failures import RankError
-from trainer.launcher import launch
-from trainer.rank import in_child
+from trainer.diagnosis.failures import RankError
+from trainer.launching.children import settle_worker
+from trainer.launching.launcher import launch
+from trainer.launching.rank import in_child
 
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from torchmetrics.regression import MeanAbsoluteError
 
 from trainer.comm_hooks.beside import Beside
-from trainer.step_times import DeviceMarks
+from trainer.speed.step_times import DeviceMarks
 from trainer.watch import watch
 
 pytestmark = [

@@ -15,8 +15,8 @@ from running import ENV, PIPED, TESTS, Running
 from torch.distributed.run import get_args_parser
 
 from benchmarks.networking.hosts import Network, Unavailable
-from trainer.command_line import Place, check_command_line
-from trainer.composition import register_configs
+from trainer.hydra.command_line import Place, check_command_line
+from trainer.hydra.composition import register_configs
 
 ROOT = TESTS.parent
 PAGE = (ROOT / "docs" / "multi-node.md").read_text(encoding="utf-8")

@@ -226,7 +226,7 @@ def module(folder):
         textwrap.dedent("""
             from trainer import distributed
             from trainer.config import TrainerConfig
-            from trainer.launcher import launch
+            from trainer.launching.launcher import launch
 
             def job():
                 from . import helper

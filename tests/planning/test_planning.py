@@ -18,10 +18,10 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from trainer import PlanReport, Trainer, distributed
-from trainer.command_line import Place, check_command_line
-from trainer.composition import register_configs
 from trainer.config import TrainerConfig
-from trainer.failures import RankError
+from trainer.diagnosis.failures import RankError
+from trainer.hydra.command_line import Place, check_command_line
+from trainer.hydra.composition import register_configs
 from trainer.planning import planning
 from trainer.planning.options import PlanConfig
 from trainer.planning.profile import Profile

@@ -13,7 +13,7 @@ from support import Regression, fit, fit_on, on_ranks, samples
 from torch import Tensor, nn
 
 from trainer.config import TrainerConfig
-from trainer.failures import RankError
+from trainer.diagnosis.failures import RankError
 from trainer.strategies import DDPStrategy, FixedOrderDDP, build_strategy
 
 OPTIONS: dict[str, Any] = {

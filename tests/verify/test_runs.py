@@ -9,7 +9,7 @@ from support import Regression, samples
 
 from trainer.config import TrainerConfig
 from trainer.data.module import GivenData
-from trainer.rank import Group, Work
+from trainer.launching.rank import Group, Work
 from trainer.verify import runs
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.callbacks.base import Callback
 from trainer.run import Run
-from trainer.verdict import Verdict
+from trainer.speed.verdict import Verdict
 
 if TYPE_CHECKING:
     from rich.live import Live

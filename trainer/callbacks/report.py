@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from trainer import attempt, messages
+from trainer import messages
 from trainer.callbacks.base import Callback
-from trainer.failures import follows_from_another
+from trainer.diagnosis.failures import follows_from_another
+from trainer.launching import attempt
 from trainer.provenance import code_version, environment
 from trainer.reporting import journal
 from trainer.run import Run
 from trainer.run_dir import set_aside
-from trainer.verdict import Verdict
+from trainer.speed.verdict import Verdict
 from trainer.watch import Phase, watch
 
 _MOST_WARNINGS = 100

@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from trainer import attempt, distributed
+from trainer import distributed
 from trainer.checkpoint.finding import run_place
 from trainer.checkpoint.manifest import FOLDER, step_of
 from trainer.checkpoint.store import LocalStore
 from trainer.config import TrainerConfig
+from trainer.launching import attempt
 from trainer.watch import Phase, watch
 
 _NOTE = "elsewhere.json"

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer import attempt, distributed
+from trainer import distributed
 from trainer.checkpoint import manifest
 from trainer.checkpoint.disks import gather_newest
 from trainer.checkpoint.finding import find, newest_valid, run_place, store_of
 from trainer.checkpoint.writer import read_state
 from trainer.config import TrainerConfig
+from trainer.launching import attempt
 
 
 class Past(NamedTuple):

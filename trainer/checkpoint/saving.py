@@ -34,14 +34,14 @@ from trainer.checkpoint.weights import load_weights
 from trainer.checkpoint.writer import CheckpointWriter
 from trainer.comm_hooks import overflow_in
 from trainer.guard import no_collectives
+from trainer.launching.rank import in_child
 from trainer.lock import locked
 from trainer.logbook import NotFiniteError
 from trainer.messages import listed
-from trainer.rank import in_child
+from trainer.optimizing.turns import Turn
+from trainer.optimizing.weight_average import WeightAverage
 from trainer.run import Run
 from trainer.session import Session
-from trainer.turns import Turn
-from trainer.weight_average import WeightAverage
 
 
 class Stateful(Protocol):

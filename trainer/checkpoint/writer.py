@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import torch
 
-from trainer import attempt
 from trainer.checkpoint.files import write_file
 from trainer.checkpoint.manifest import (
     CONFIG,
@@ -34,6 +33,7 @@ from trainer.checkpoint.manifest import (
 from trainer.checkpoint.snapshot import Snapshot, Staging
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.weights import read_torch, write_weights
+from trainer.launching import attempt
 from trainer.messages import counted, reason, warn
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from trainer.data import draws
 from trainer.data.held import Generators, set_epoch
 from trainer.data.loading import Indices, MicroBatch, Source, length
-from trainer.failures import SampleError
+from trainer.diagnosis.failures import SampleError
 from trainer.seeding import Stream, stream_key
 
 

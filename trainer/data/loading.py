@@ -28,7 +28,8 @@ from torch.utils.data import (
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from trainer import children, distributed, stopping
+from trainer import distributed, stopping
+from trainer.launching import children
 from trainer.seeding import Stream, stream_key
 
 Indices: TypeAlias = Sequence[Any] | npt.NDArray[np.int64]

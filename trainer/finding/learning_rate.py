@@ -19,16 +19,16 @@ from trainer.finding.curve import is_beyond, smoothed
 from trainer.finding.lr_report import LRReport
 from trainer.finding.options import FindLRConfig
 from trainer.finding.trial import optimizers_unchanged, quiet, unchanged
-from trainer.lr_scaling import LRScaling
 from trainer.messages import counted
-from trainer.optimization import Schedule
+from trainer.optimizing.lr_scaling import LRScaling
+from trainer.optimizing.optimization import Schedule
+from trainer.optimizing.turns import Turn
 from trainer.run import FitResult
 from trainer.run_dir import choose_run_dir
 from trainer.session import Session
 from trainer.state import TrainState
 from trainer.task import OptimizerSetup, TaskModule
 from trainer.trainer import Training
-from trainer.turns import Turn
 from trainer.watch import Phase, watch
 
 

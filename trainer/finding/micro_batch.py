@@ -22,13 +22,13 @@ from trainer.finding.micro_batch_report import MicroBatchReport, Trial
 from trainer.finding.options import FindMicroBatchSizeConfig
 from trainer.finding.trial import optimizers_unchanged, quiet, unchanged
 from trainer.guard import no_collectives
+from trainer.optimizing.turns import Turn
 from trainer.planning.measuring import first_step, whole_batch
 from trainer.run_dir import choose_run_dir
 from trainer.session import Session
 from trainer.state import TrainState
 from trainer.task import TaskModule
 from trainer.trainer import Training
-from trainer.turns import Turn
 from trainer.watch import Phase, watch
 
 _CLOSE = 30  # sizes that differ by less than this part are as good

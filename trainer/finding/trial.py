@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from trainer.config import CheckpointConfig, TrainerConfig
+from trainer.optimizing.turns import Turn
 from trainer.task import TaskModule
-from trainer.turns import Turn
 
 
 def quiet(config: TrainerConfig, **changes: Any) -> TrainerConfig:

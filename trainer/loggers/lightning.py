@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer import attempt
+from trainer.launching import attempt
 from trainer.loggers.base import Logger
 from trainer.loggers.delivery import Call, Delivery
 from trainer.loggers.dialects import SUCCESS, dialect_of, is_lightning_logger

@@ -20,7 +20,7 @@ from trainer.data.loading import MicroBatch
 from trainer.data.module import DataModule
 from trainer.data.plan import GlobalBatchPlan
 from trainer.data.streams import empty_stream
-from trainer.janitor import Janitor
+from trainer.launching.janitor import Janitor
 from trainer.messages import counted
 from trainer.options import show
 from trainer.planning.links import measure_links

@@ -12,7 +12,7 @@ import torch
 
 from trainer import distributed
 from trainer.data.loading import MicroBatch
-from trainer.gradients import Gradients
+from trainer.optimizing.gradients import Gradients
 from trainer.planning.profile import Profile
 from trainer.trainer import Training
 from trainer.watch import Phase, watch

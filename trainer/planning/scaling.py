@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from trainer.config import TrainerConfig
-from trainer.lr_scaling import LRScaling
+from trainer.optimizing.lr_scaling import LRScaling
 from trainer.planning.buckets import CAPS_MB, bucket_layout
 from trainer.planning.expected_failures import checkpoint_interval_s, lost_share
 from trainer.planning.links import network

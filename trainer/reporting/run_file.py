@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from trainer.failures import follows_from_another
+from trainer.diagnosis.failures import follows_from_another
 from trainer.loggers.base import Logger
 from trainer.messages import reason, warn
 from trainer.run import Run

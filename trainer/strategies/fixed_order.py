@@ -10,11 +10,11 @@ from trainer import distributed
 from trainer.comm_hooks import Hook
 from trainer.data.loading import MicroBatch
 from trainer.data.plan import GlobalBatchPlan, ceil_div
+from trainer.exact.tree_reduction import TreeReduction
+from trainer.exact.tree_sum import TreeSum, completed_sums
 from trainer.messages import listed
 from trainer.step import StepModule
 from trainer.strategies.ddp import DDPStrategy, refuse_unusual_gradients
-from trainer.tree_reduction import TreeReduction
-from trainer.tree_sum import TreeSum, completed_sums
 
 
 class FixedOrderDDP(DDPStrategy):

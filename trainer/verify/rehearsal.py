@@ -20,11 +20,11 @@ from trainer.data.fetching import Request
 from trainer.data.loading import Batches, MicroBatch, length
 from trainer.data.module import DataModule
 from trainer.data.shards import ShardedStreamBatches
-from trainer.memory import peak_bytes
 from trainer.notes import print_notes
 from trainer.run import FitResult
 from trainer.seeding import Stream, seed_generators, stream_key
 from trainer.session import Session
+from trainer.speed.memory import peak_bytes
 from trainer.state import TrainState
 from trainer.task import TaskModule
 from trainer.trainer import Training

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
-from trainer import distributed, ranks
+from trainer import distributed
 from trainer.config import CheckpointConfig, TrainerConfig
 from trainer.data.module import DataModule
-from trainer.failures import RemoteTraceback
-from trainer.launcher import find_launcher, local_ranks
+from trainer.diagnosis.failures import RemoteTraceback
+from trainer.launching import ranks
+from trainer.launching.launcher import find_launcher, local_ranks
+from trainer.launching.rank import Group, Work, in_child
+from trainer.launching.starting import threads_per_rank
 from trainer.messages import counted
-from trainer.rank import Group, Work, in_child
-from trainer.starting import threads_per_rank
 from trainer.task import TaskModule
 from trainer.verify.record import Record, load_records
 from trainer.verify.rehearsal import RankJob

@@ -1,0 +1,1 @@
+"""What is told when a rank fails, hangs or dies: once, with the rank, the step and the stacks."""

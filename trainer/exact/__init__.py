@@ -1,0 +1,1 @@
+"""Sums that are the same at every world size, bit for bit."""

@@ -1,0 +1,1 @@
+"""From a command line to a composed config: Hydra, with our errors, help and presets."""

@@ -1,0 +1,1 @@
+"""What is measured of a run: how fast, where the time goes, how much memory."""
