@@ -450,8 +450,8 @@ class Trainer:
         # A rank that was started here has noted signals from its start.
         with nullcontext() if in_child() else stopping.noted(), training.open():
             result = training.run()
-        distributed.wait_for_first_rank()  # which may still write the last checkpoint
         if not in_child():
+            distributed.wait_for_first_rank()  # which may still write the last checkpoint
             number = stopping.received() or result.signal
             if number is not None and distributed.rank():  # only rank 0 has a result
                 stopping.end_process(number, result.step, result.last_checkpoint)
