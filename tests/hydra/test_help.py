@@ -18,7 +18,8 @@ CONF = str(Path(__file__).parents[2] / "conf")
 
 
 @pytest.fixture(autouse=True)
-def _registered() -> Iterator[None]:
+def _registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("COLUMNS", "100")
     register_configs()
     yield
     register_configs()
