@@ -21,14 +21,14 @@ from trainer import distributed, metrics, startup, stopping
 from trainer.callbacks import Callback
 from trainer.checkpoint.past import shared_past
 from trainer.checkpoint.saving import Saver, named
-from trainer.data.loading import MicroBatch
+from trainer.data.loading import MicroBatch, by_step
 from trainer.data.streams import empty_stream
 from trainer.due import due, limit_reached
 from trainer.logbook import Logbook, full_names
 from trainer.loggers import Logger
 from trainer.notes import note_untrained
 from trainer.observers import Observers
-from trainer.optimizing.turns import Turn, Turns, by_step
+from trainer.optimizing.turns import Turn, Turns
 from trainer.optimizing.weight_average import WeightAverage
 from trainer.run import FitResult
 from trainer.seeding import Stream, seed_generators, stream_key
@@ -209,7 +209,7 @@ class Training:
         """Give one optimizer its turn: the gradients of a global batch, and a step on them."""
         task, scaler = self.task, turn.scaler
         for micro in micros:
-            batch = self.begin(micro, *turn.place)
+            batch = self.begin(micro, *turn.stream_place)
             with nullcontext() if micro.is_last else turn.strategy.no_sync():
                 with self.session.precision.autocast():
                     # This micro-batch's share of the global batch's loss (see step.py).
@@ -223,7 +223,7 @@ class Training:
         has_weight = turn.gradients.correct(scaler)
         if has_weight:  # else there is nothing to step on
             if not turn.gradients.update_is_plain:  # then it may draw random numbers
-                self.seed_hook(Stream.UPDATE, *turn.place)
+                self.seed_hook(Stream.UPDATE, *turn.stream_place)
             task.before_optimizer_step()
             turn.gradients.clip()
             with turn.schedule.scaled():  # the learning rate follows the global batch

@@ -7,7 +7,7 @@ with indices are cut in ``batches.py``, iterable ones in ``streams.py``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
@@ -31,6 +31,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from trainer import distributed, stopping
 from trainer.launching import children
 from trainer.seeding import Stream, stream_key
+from trainer.trees import to_device
 
 Indices: TypeAlias = Sequence[Any] | npt.NDArray[np.int64]
 
@@ -317,3 +318,30 @@ def has_state(thing: Any) -> bool:
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+def by_step(
+    micros: Iterator[MicroBatch], num_turns: int, device: torch.device
+) -> Iterator[tuple[int, Iterable[MicroBatch]]]:
+    """Yield one global batch after the other: its samples, and this rank's micro-batches of it.
+
+    Args:
+        micros: All of an epoch.
+        num_turns: How often those of a global batch are gone through. Only if that is more than
+            once are they all held at the same time.
+        device: Where they are then held.
+    """
+    for first in micros:
+        group: Iterable[MicroBatch] = _until_last(first, micros)
+        if num_turns > 1:
+            group = [micro._replace(batch=to_device(micro.batch, device)) for micro in group]
+        yield first.global_size, group
+        for _ in group:  # that nobody wanted: the next one belongs to another global batch
+            pass
+
+
+def _until_last(micro: MicroBatch, rest: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    yield micro
+    while not micro.is_last:
+        micro = next(rest)
+        yield micro

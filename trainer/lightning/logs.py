@@ -104,20 +104,13 @@ class Log:
         """
         task, call = self._task, f"self.log({name!r}, ...)"
         hook = task.calls.running
-        place = PLACES.get(hook or "")
-        if hook is None or (task.run._logbook is None and place in (Place.STEP, Place.EVALUATION)):
-            if task.is_attached and hook is None:
-                raise ValueError(f"{call} outside of a step or hook; log in one of these")
+        place = self._place(hook, call)
+        if hook is None or place is None:
             return
         if sync_dist_group is not None or enable_graph:
             raise ValueError(
                 f"{call} with sync_dist_group or enable_graph, which are not supported: a value is "
                 "detached, and its mean is over all ranks; leave them out"
-            )
-        if place is None:
-            raise ValueError(
-                f"{call} in {hook}, where nothing can be logged; log in a step, or in a hook of a "
-                "batch or an epoch of training, validation or test"
             )
         if rank_zero_only and distributed.rank() > 0:
             return
@@ -158,17 +151,41 @@ class Log:
         if place is Place.STEP and by_step:
             assert book is not None
             book.add(f"/{step_name}", number, weight)
-        if place is Place.STEP and not by_epoch:
-            return
+        if by_epoch or place is not Place.STEP:
+            self._collect(place, epoch_name, how, number, weight)
+
+    def _place(self, hook: str | None, call: str) -> Place | None:
+        """Return where ``hook`` logs, and None if nobody trains or evaluates.
+
+        Raises:
+            ValueError: If nothing can be logged there.
+        """
+        if hook is None:
+            if self._task.is_attached:
+                raise ValueError(f"{call} outside of a step or hook; log in one of these")
+            return None
+        if hook not in PLACES:
+            raise ValueError(
+                f"{call} in {hook}, where nothing can be logged; log in a step, or in a hook of a "
+                "batch or an epoch of training, validation or test"
+            )
+        place = PLACES[hook]
+        needs_book = place in (Place.STEP, Place.EVALUATION)
+        return None if needs_book and self._task.run._logbook is None else place
+
+    def _collect(self, place: Place, name: str, how: str, number: Any, weight: int) -> None:
+        """Add a value to those of its epoch or evaluation."""
+        collected = self.epoch if place in (Place.STEP, Place.EPOCH) else self.evaluation
         if how != "mean":
-            collected.fold(epoch_name, how, number)
+            collected.fold(name, how, number)
         elif place is Place.STEP:
-            collected.means.add(f"/{epoch_name}", number, weight)
+            collected.means.add(f"/{name}", number, weight)
         elif place is Place.EVALUATION:
+            book = self._task.run._logbook
             assert book is not None
-            book.add(f"/{epoch_name}", number, weight)
+            book.add(f"/{name}", number, weight)
         else:
-            collected.add_of_rank(epoch_name, number, weight)
+            collected.add_of_rank(name, number, weight)
 
     def told(
         self, collected: Collected, hook: str, beside: Mapping[str, float] | None = None

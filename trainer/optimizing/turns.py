@@ -9,7 +9,7 @@ search for parameters that got none is needed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,6 @@ from torch import nn
 
 from trainer import distributed, metrics
 from trainer.config import TrainerConfig
-from trainer.data.loading import MicroBatch
 from trainer.logbook import Logbook
 from trainer.messages import listed
 from trainer.optimizing.gradients import Gradients, trained_names
@@ -35,7 +34,6 @@ from trainer.strategies import build_strategy
 from trainer.strategies.comm_clock import CommTimes
 from trainer.strategies.ddp import check_same_tensors
 from trainer.task import TaskModule
-from trainer.trees import to_device
 from trainer.watch import Phase, watch
 
 # Options for what happens between a loss and the update that follows from it.
@@ -59,7 +57,7 @@ class Turn:
 
     Attributes:
         name: What ``configure_optimizers`` calls it; None for a task's only optimizer.
-        place: What its random streams have in their keys beside those of the step.
+        stream_place: What its random streams have in their keys beside those of the step.
         optimizer: The user's.
         schedule: Its learning rate.
         strategy: Reduces its gradients.
@@ -98,7 +96,7 @@ class Turn:
         """
         config = session.config
         self.name = name
-        self.place = (number,) if number else ()
+        self.stream_place = (number,) if number else ()
         self.optimizer, self.schedule = schedule.setup.optimizer, schedule
         self.strategy = build_strategy(config)
         session.check_strategy(self.strategy)
@@ -318,30 +316,3 @@ def _refuse_shared(task: TaskModule, turns: Sequence[Turn]) -> None:
             "find_unused_parameters=false, as each turn only waits for its own parameters, or give "
             "each parameter one optimizer"
         )
-
-
-def by_step(
-    micros: Iterator[MicroBatch], num_turns: int, device: torch.device
-) -> Iterator[tuple[int, Iterable[MicroBatch]]]:
-    """Yield one global batch after the other: its samples, and this rank's micro-batches of it.
-
-    Args:
-        micros: All of an epoch.
-        num_turns: How often those of a global batch are gone through. Only if that is more than
-            once are they all held at the same time.
-        device: Where they are then held.
-    """
-    for first in micros:
-        group: Iterable[MicroBatch] = _until_last(first, micros)
-        if num_turns > 1:
-            group = [micro._replace(batch=to_device(micro.batch, device)) for micro in group]
-        yield first.global_size, group
-        for _ in group:  # that nobody wanted: the next one belongs to another global batch
-            pass
-
-
-def _until_last(micro: MicroBatch, rest: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-    yield micro
-    while not micro.is_last:
-        micro = next(rest)
-        yield micro

@@ -16,7 +16,7 @@ from trainer import distributed
 from trainer.config import CheckpointConfig, TrainerConfig
 from trainer.data.batches import IndexedBatches
 from trainer.data.fetching import Request
-from trainer.data.loading import MicroBatch
+from trainer.data.loading import MicroBatch, by_step
 from trainer.data.module import DataModule
 from trainer.data.plan import GlobalBatchPlan
 from trainer.data.streams import empty_stream
@@ -178,11 +178,8 @@ def _measure(training: Training, steps: int, run_dir: Path, weights: Mapping[str
 
 def first_step(training: Training) -> list[MicroBatch]:
     """Return this rank's micro-batches of the first step."""
-    found = []
-    for micro in training.batches.epoch(0):
-        found.append(micro)
-        if micro.is_last:
-            return found
+    for _, micros in by_step(training.batches.epoch(0), 1, training.session.device):
+        return list(micros)
     raise empty_stream(epoch=0)
 
 
