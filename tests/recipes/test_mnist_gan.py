@@ -8,7 +8,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 from matplotlib.image import imread
 
@@ -25,6 +24,7 @@ SMALL = {
     "eval_batch_size": 32,
     "limit_val_batches": 4,
     "num_threads": 1,
+    "reproducible": True,
 }
 BATCH = torch.arange(2 * 784).remainder(256).byte().view(2, 28, 28), torch.tensor([3, 5])
 
@@ -39,17 +39,17 @@ def test_two_ranks_make_the_run_of_one(tmp_path: Path) -> None:
     command += ["trainer.devices=2", f"trainer.run_dir={tmp_path / '2'}"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    trainer = Trainer(**SMALL, run_dir=str(tmp_path / "1"), callbacks=SaveSamples(rows=4))
+    trainer = Trainer(**SMALL, run_dir=str(tmp_path / "1"), callbacks=SaveSamples())
     trainer.fit(MnistGan(width=4), MnistData())
 
     alone, both = events(tmp_path / "1"), events(tmp_path / "2")
     assert [event["step"] for event in both] == [event["step"] for event in alone]
     for name in ("train/loss/critic", "train/loss/generator", "val/distance"):
         found = [[event[name] for event in run if name in event] for run in (both, alone)]
-        assert found[0] == pytest.approx(found[1], rel=1e-4), name
-        assert found[0]
-    shapes = [imread(tmp_path / run / "samples/step-00000004.png").shape[0] for run in "12"]
-    assert shapes == [4 * 28, 8 * 28]
+        assert found[0] == found[1] != [], name
+    pictures = [imread(tmp_path / run / "samples/step-00000004.png") for run in "12"]
+    assert pictures[0].shape[0] == 8 * 28
+    assert (pictures[0] == pictures[1]).all()
 
 
 def test_the_losses_are_those_of_the_paper() -> None:
