@@ -215,3 +215,22 @@ def test_a_callback_waits_for_the_connection_once(
 
 def test_the_end_without_a_start() -> None:
     Delivery("Service").join()
+
+
+def test_the_reason_of_a_loss_is_the_first_of_a_row_and_short(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    reasons = iter(["no network " + "x " * 500, "the run exists already", "it still exists"])
+
+    def connect() -> None:
+        raise ConnectionError(next(reasons, "it exists, really"))
+
+    courier = Watched("Service", pause_s=0.001)
+    courier.start(connect, Call("config", lambda: None))
+    until(lambda: courier._failures > delivery.TRIES)
+    courier.end(Call("final status", lambda: None), 20)
+    courier.join()
+    told = capfd.readouterr().err
+    assert told.count("no network") == 2
+    assert "exist" not in told
+    assert max(map(len, told.splitlines())) < 400

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from textwrap import shorten
 from typing import NamedTuple
 
 from trainer.messages import counted, warn
@@ -15,6 +16,7 @@ TRIES = 3
 LONGEST_PAUSE_S = 30.0
 PATIENCE_S = 20.0  # of a callback that asks for a logger
 SAY_AFTER_S = 2.0  # that the end of the run waits
+_LONGEST_REASON = 200  # characters of an error's text
 
 
 class Call(NamedTuple):
@@ -204,10 +206,13 @@ class Delivery:
         return True
 
     def _fail(self, error: BaseException) -> None:
-        text = str(error).strip().partition("\n")[0]
+        text = shorten(str(error).strip().partition("\n")[0], _LONGEST_REASON)
         with self._changed:
             self._is_making = False
-            is_first, self._error = not self._error, f"{type(error).__name__}: {text}".rstrip(": ")
+            is_first = not self._error
+            # The first of a row: the next ones may only follow from it ("the run exists already").
+            if is_first or not (self._failures or self._ending.is_set()):
+                self._error = f"{type(error).__name__}: {text}".rstrip(": ")
             self._failures += 1
             pause_s = min(self._pause_s * 2 ** min(self._failures - 1, 20), LONGEST_PAUSE_S)
         if is_first:
