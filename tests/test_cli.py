@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -249,6 +250,8 @@ def test_a_mistake_in_a_file(folder: str) -> None:
     assert "it is called max_epochs here: set max_epochs=2" in refusal(folder)
     Path(folder, "app.yaml").write_text(CONFIG.replace("max_epochs: 2", "max_epochs: two"))
     assert "max_epochs='two' is a string" in refusal(folder)
+    Path(folder, "app.yaml").write_text(CONFIG + "task: {a: b: c}\n")
+    assert re.search(r'a config is not YAML: .*app.yaml", line \d+, column \d+', refusal(folder))
 
 
 def test_a_typed_group_of_the_project_is_checked(folder: str) -> None:

@@ -93,11 +93,7 @@ def ended(machines: list[Running], weights: str, steps: int) -> None:
     ("command", "said"),
     [
         ([sys.executable], "1 process on machine 0 of 2 (a pod in which PET_NNODES is set)"),
-        pytest.param(
-            TORCHRUN,
-            "2 processes, started by torchrun (TORCHELASTIC_RUN_ID is",
-            marks=pytest.mark.opt_in,
-        ),
+        (TORCHRUN, "2 processes, started by torchrun (TORCHELASTIC_RUN_ID is"),
     ],
     ids=["pods", "torchrun"],
 )

@@ -162,9 +162,13 @@ def _compose(place: Place, overrides: list[str]) -> tuple[DictConfig, DictConfig
 def _compose_explained(place: Place, overrides: list[str]) -> tuple[DictConfig, DictConfig]:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError  # type: ignore[import-untyped]
 
     try:
         return _compose(place, overrides)
+    except YAMLError as error:
+        where = " ".join(str(error).split())  # the file, the line and the column are in it
+        raise ValueError(f"a config is not YAML: {where}; mend it there") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(_explain(error, place, overrides)) from None
 

@@ -111,8 +111,8 @@ def _module_class() -> Any:
             found = self.task.configure_optimizers()
             if isinstance(found, Mapping):
                 raise ValueError(
-                    f"{type(self.task).__name__} has several optimizers ({', '.join(found)}), "
-                    "which take turns under trainer.Trainer only"
+                    f"{type(self.task).__name__} names its optimizers ({', '.join(found)}), "
+                    "which take turns under trainer.Trainer only; return one without a name"
                 )
             setup = found if isinstance(found, OptimizerSetup) else OptimizerSetup(found)
             if setup.scheduler is None:
