@@ -1,7 +1,9 @@
-"""Predictions, joined in memory and from files."""
+"""Predictions, joined in memory and import errno
+from files."""
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,9 +98,12 @@ def test_what_is_not_whole_is_refused(folder: Path) -> None:
     part.unlink()
     with pytest.raises(ValueError, match=f"lacks 1 of 3 files, first {part.name}"):
         load_predictions(folder)
-    (folder / INDEX).write_text("[]")
-    with pytest.raises(ValueError, match=f"{INDEX} is damaged"):
-        load_predictions(folder)
+    for text in ("[]", '{"parts": 3}', '{"parts": [1]}', '{"parts": [["a", 1]]}'):
+        (folder / INDEX).write_text(text)
+        with pytest.raises(ValueError, match=f"{INDEX} is damaged"):
+            load_predictions(folder)
+    with pytest.raises(ValueError, match=f"has no {INDEX}"):
+        load_predictions(folder / INDEX)
     (folder / INDEX).unlink()
     with pytest.raises(ValueError, match=f"has no {INDEX}, which is written once all"):
         load_predictions(folder)
@@ -113,3 +118,49 @@ def test_what_could_not_be_joined_is_not_written(tmp_path: Path) -> None:
         Trainer(accelerator="cpu").predict(
             Whole(), predict=TensorDataset(torch.arange(3)), output_dir=tmp_path
         )
+
+
+def predict(task: TaskModule, folder: Path, batch_size: int = 2) -> None:
+    trainer = Trainer(accelerator="cpu", eval_batch_size=batch_size)
+    trainer.predict(task, predict=TensorDataset(torch.arange(4)), output_dir=folder)
+
+
+def test_what_could_not_be_read_again_is_refused_at_once(tmp_path: Path) -> None:
+    class Arrays(TaskModule):
+        def predict(self, batch: Any) -> Any:
+            return list(batch[0].numpy())
+
+    with pytest.raises(ValueError, match=r"not read from a file again \(numpy.*from_numpy"):
+        predict(Arrays(), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_samples_of_several_shapes_are_told_of(tmp_path: Path) -> None:
+    class Growing(TaskModule):
+        def predict(self, batch: Any) -> Any:
+            return torch.zeros(2, int(batch[0][0]) + 1)
+
+    predict(Growing(), tmp_path)
+    with pytest.raises(ValueError, match=r"shapes \(1,\) and \(3,\).*one entry per sample"):
+        load_predictions(tmp_path)
+
+
+def test_only_what_was_predicted_is_written(tmp_path: Path) -> None:
+    class Last(TaskModule):
+        def predict(self, batch: Any) -> Any:
+            return torch.zeros(len(batch[0]), 100_000)[:, -1]
+
+    predict(Last(), tmp_path)
+    assert max(file.stat().st_size for file in tmp_path.iterdir()) < 10_000
+    assert load_predictions(tmp_path).shape == (4,)
+
+
+def test_a_full_disk_is_told_of_with_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match=r"No space left .*predictions-000000000000\.pt"):
+        predict(Named(), tmp_path)

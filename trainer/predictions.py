@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -9,10 +10,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from trainer import distributed
 from trainer.checkpoint.weights import read_torch
-from trainer.trees import has_rows, joined
+from trainer.trees import has_rows, joined, map_leaves
 
 INDEX = "predictions.json"
 
@@ -47,8 +49,9 @@ def load_predictions(folder: str | os.PathLike[str]) -> Any:
     """
     folder = Path(folder)
     try:
-        parts: list[Part] = json.loads((folder / INDEX).read_bytes())["parts"]
-    except FileNotFoundError:
+        listed = json.loads((folder / INDEX).read_bytes())["parts"]
+        parts: list[Part] = [(int(position), int(size)) for position, size in listed]
+    except (FileNotFoundError, NotADirectoryError):
         raise ValueError(
             f"{folder} has no {INDEX}, which is written once all predictions are there; give the "
             "output_dir of a prediction, or predict again if it was cut short"
@@ -85,11 +88,25 @@ def write_part(folder: Path, part: Part, outputs: Any) -> None:
     """Write the predictions for a micro-batch.
 
     Raises:
-        ValueError: If anything in them does not belong to samples.
+        ValueError: If anything in them does not belong to samples, or could not be read again.
+        OSError: If that is not possible; names the file.
     """
     position, size = part
     join([outputs], [size])  # what could not be joined is told of now
-    torch.save(outputs, folder / _name(position))
+    written = io.BytesIO()
+    torch.save(map_leaves(_without_the_rest, outputs), written)
+    written.seek(0)
+    if unreadable := get_unsafe_globals_in_checkpoint(written):
+        raise ValueError(
+            f"predict returned what is not read from a file again ({', '.join(unreadable)}); with "
+            "an output_dir it must return tensors, numbers, strings, and lists, tuples or dicts of "
+            "these: torch.from_numpy makes a tensor of an array"
+        )
+    file = folder / _name(position)
+    try:
+        file.write_bytes(written.getbuffer())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file)) from error
 
 
 def write_index(folder: Path, parts: Iterable[Part]) -> None:
@@ -113,11 +130,24 @@ def _check_has_none(folder: Path) -> None:
         )
 
 
+def _without_the_rest(leaf: Any) -> Any:
+    """Return a tensor without what else its memory holds, which would be written with it."""
+    if isinstance(leaf, torch.Tensor) and leaf.nbytes < leaf.untyped_storage().nbytes():
+        return leaf.clone()
+    return leaf
+
+
 def _join_leaves(parts: Sequence[Any], sizes: Sequence[int], path: str) -> Any:
     first = parts[0]
     if all(part is None for part in parts):
         return None
     if isinstance(first, torch.Tensor) and all(map(has_rows, parts, sizes)):
+        if len(shapes := {tuple(part.shape[1:]) for part in parts}) > 1:
+            kinds = " and ".join(map(str, sorted(shapes)[:3]))
+            raise ValueError(
+                f"predict returned tensors whose samples have the shapes {kinds}, which are not "
+                "joined into one; return a list with one entry per sample"
+            )
         return torch.cat(list(parts))
     shape = f" of shape {tuple(first.shape)}" if isinstance(first, torch.Tensor) else ""
     raise ValueError(
