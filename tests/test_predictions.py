@@ -1,5 +1,4 @@
-"""Predictions, joined in memory and import errno
-from files."""
+"""Predictions, joined in memory and from files."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import (
@@ -213,6 +214,45 @@ def test_an_infinite_loss_ends_it(tmp_path: Path) -> None:
     assert len(report.losses) == 7
     assert report.suggestion is None
     assert "does not fall" in str(report)
+
+
+def test_a_first_loss_that_is_not_finite_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Never(Regression):
+        def loss(self, outputs: Tensor, batch: Any) -> Any:
+            return super().loss(outputs, batch) * float("nan")
+
+    monkeypatch.undo()  # it is written, without a picture
+    report = find(Never(), tmp_path)
+    assert (report.losses, report.suggestion) == ([], None)
+    assert "The loss of the first step was not finite" in str(report)
+    assert [path.name for path in tmp_path.iterdir()] == ["find_lr.json"]
+
+
+def test_buffers_that_no_checkpoint_has_are_given_back(tmp_path: Path) -> None:
+    class Counting(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+        def forward(self, batch: Any) -> Any:
+            self.seen += 1
+            return super().forward(batch)
+
+    task = Counting()
+    find(task, tmp_path)
+    assert task.seen == 0
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_noise_at_low_rates_is_no_fall(seed: int) -> None:
+    rates = np.geomspace(1e-7, 1, 100)
+    noise = np.random.default_rng(seed).normal(scale=0.5, size=100)
+    falls = 2 / (1 + (rates / 1e-2) ** 2) + noise
+    found = steepest(rates.tolist(), smoothed(falls.tolist()))
+    assert found is not None
+    assert 1e-3 < rates[found] < 1e-1
 
 
 def test_mistakes_in_its_options_are_named(tmp_path: Path) -> None:

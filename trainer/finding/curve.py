@@ -9,6 +9,7 @@ import numpy as np
 _MEMORY = 0.9  # of the moving average: what it keeps of the past in each step
 _WORSE = 3.0  # of the best loss, added to it: more than that is divergence
 _FEWEST = 5  # points before there is a trend
+_PARTS = 20  # of the curve: a slope is looked for over one to each side
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
@@ -37,11 +38,16 @@ def is_falling(curve: Sequence[float]) -> bool:
 def steepest(rates: Sequence[float], curve: Sequence[float]) -> int | None:
     """Return where the smoothed loss falls fastest over the logarithm of the rate.
 
-    Looked for up to its minimum, once there is a trend; None if it does not fall.
+    Looked for up to its minimum, once there is a trend; None if it does not fall. The slope is that
+    of a line through a tenth of the curve: between two points alone it is mostly noise.
     """
     settled = np.asarray(curve[_FEWEST:])
     end = int(np.argmin(settled)) if len(settled) else 0
     if end == 0:
         return None
-    slopes = np.gradient(settled, np.log(rates[_FEWEST:]))[: end + 1]
+    logs, reach = np.log(rates[_FEWEST:]), max(1, len(settled) // _PARTS)
+    slopes = []
+    for middle in range(end + 1):
+        near = slice(max(0, middle - reach), middle + reach + 1)
+        slopes.append(np.polyfit(logs[near], settled[near], 1)[0])
     return _FEWEST + int(np.argmin(slopes))

@@ -57,7 +57,12 @@ class LRReport:
         curve = smoothed(losses)
         found = steepest(rates, curve)
         notes = []
-        if found is None:
+        if not losses:
+            notes.append(
+                "The loss of the first step was not finite, or there was none: look at the task, "
+                "with detect_anomaly=true in a fit."
+            )
+        elif found is None:
             notes.append(
                 "The smoothed loss does not fall before it rises: look at lower rates "
                 "(find_lr.min_lr), in more steps or larger global batches (less noise), or for a "
@@ -90,7 +95,8 @@ class LRReport:
             for note in self.notes
             for line in textwrap.wrap(note, _WIDTH, break_on_hyphens=False)
         ]
-        return "\n".join([*lines, f"({self.run_dir / JSON_FILE}, {PICTURE_FILE})"])
+        picture = f", {PICTURE_FILE}" if self.losses else ""
+        return "\n".join([*lines, f"({self.run_dir / JSON_FILE}{picture})"])
 
     def write(self) -> None:
         """Write the table and the picture into the run's folder."""
@@ -98,7 +104,8 @@ class LRReport:
         found: dict[str, Any] = {name: getattr(self, name) for name in names}
         path = self.run_dir / JSON_FILE
         path.write_text(f"{json.dumps(found, indent=2)}\n", encoding="utf-8")
-        self._draw(self.run_dir / PICTURE_FILE)
+        if self.losses:
+            self._draw(self.run_dir / PICTURE_FILE)
 
     def _draw(self, path: Path) -> None:
         # The object interface: pyplot would choose a backend for the whole process.

@@ -34,18 +34,25 @@ def quiet(config: TrainerConfig, **changes: Any) -> TrainerConfig:
 
 @contextmanager
 def unchanged(task: TaskModule) -> Iterator[None]:
-    """Give ``task`` its own weights, modes and ``requires_grad`` back afterwards."""
+    """Give ``task`` its own weights, buffers, modes and ``requires_grad`` back afterwards."""
     # On the host, so that it takes no memory of a device that is to be measured.
     kept = {
         name: value.cpu().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
         for name, value in task.state_dict().items()
     }
+    others = [  # no state_dict has them
+        (module._buffers, name, copy.deepcopy(module._buffers[name]))
+        for module in task.modules()
+        for name in module._non_persistent_buffers_set
+    ]
     modes = [(module, module.training) for module in task.modules()]
     trained = [(parameter, parameter.requires_grad) for parameter in task.parameters()]
     try:
         yield
     finally:
         task.load_state_dict(kept)
+        for buffers, name, value in others:
+            buffers[name] = value
         for module, training in modes:
             module.training = training
         for parameter, requires_grad in trained:
