@@ -400,14 +400,14 @@ class Trainer:
             with exact, compiled(task, self.config):
                 result = job(task, data, *args)
         except BaseException as error:
-            task._end(error)
             data._end(error)
+            task._end(error)
             raise
         finally:
             torch.set_float32_matmul_precision(matmul_precision)
             task.run = RunFacts()
-        task._end(None)
         data._end(None)
+        task._end(None)
         travels = changes_weights and in_child() and distributed.local_rank() == 0
         return result, task.state_dict() if travels else None
 

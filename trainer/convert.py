@@ -45,6 +45,7 @@ def to_lightning(path: str | os.PathLike[str]) -> dict[str, Any]:
         **task.get("saved", {}),
         "epoch": clock["epoch"],
         "global_step": clock["step"],
+        "samples": clock["samples"],  # for `as_lightning`
         "pytorch-lightning_version": __version__,
         "state_dict": read_weights(folder),
         "loops": _loops(clock),

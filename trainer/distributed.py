@@ -69,6 +69,21 @@ def local_world_size() -> int:
     return int(os.environ["LOCAL_WORLD_SIZE"]) if world_size() > 1 else 1
 
 
+def node_rank() -> int:
+    """The number of this machine."""
+    return _of_machine("GROUP_RANK", rank() // local_world_size())
+
+
+def num_nodes() -> int:
+    """The number of machines."""
+    return _of_machine("GROUP_WORLD_SIZE", world_size() // local_world_size())
+
+
+def _of_machine(name: str, where_alike: int) -> int:
+    """Return what torchrun and we tell each rank; a script need not, but its machines are alike."""
+    return int(os.environ.get(name, where_alike)) if world_size() > 1 else where_alike
+
+
 def first_ranks() -> list[int]:
     """The first rank of each machine. A collective: every rank calls it."""
     return [number for number, local in enumerate(all_gather_object(local_rank())) if local == 0]

@@ -34,3 +34,8 @@ def reason(error: OSError) -> str:
     if error.strerror is None:
         return str(error)
     return error.strerror + (f" ({error.filename})" if error.filename else "")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, or its name if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -51,6 +51,8 @@ class Session:
         self.config = config
         self.task = task
         self.device = distributed.device(distributed.accelerator(config.accelerator))
+        if self.device.type == "cuda":  # also where a script has set up the group
+            torch.cuda.set_device(self.device)
         self.precision = Precision(config.precision, self.device)
         self._data = data
         self.data_order: dict[str, Any] = {}

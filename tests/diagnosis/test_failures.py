@@ -11,7 +11,15 @@ from trainer.checkpoint.writer import CheckpointWriter
 from trainer.config import CheckpointConfig, TrainerConfig
 from trainer.data.fetching import Fetch, Request
 from trainer.data.loading import Source
-from trainer.diagnosis.failures import Failure, RankError, is_hopeless, is_mistake, shown
+from trainer.diagnosis.failures import (
+    Failure,
+    RankError,
+    ended_elsewhere,
+    is_hopeless,
+    is_mistake,
+    shown,
+)
+from trainer.messages import first_line
 
 
 def raised(raises):
@@ -88,3 +96,15 @@ def test_what_fails_the_same_way_twice_is_hopeless():
     assert is_mistake(from_rank(network_disk))
     assert not is_hopeless(from_rank(network_disk), None)
     assert is_hopeless(from_rank(network_disk), from_rank(network_disk))
+
+
+def silent():
+    raise AssertionError
+
+
+def test_an_error_that_says_nothing_is_named():
+    told = str(ended_elsewhere(Failure.of(raised(silent), 2, "step 3")))
+    assert told.startswith("rank 2 ends because")
+    assert told.endswith("(AssertionError)")
+    assert first_line(raised(silent)) == "AssertionError"
+    assert first_line(OSError("one\ntwo")) == "one"

@@ -10,7 +10,9 @@ import threading
 import time
 from pathlib import Path
 
+from trainer import api
 from trainer.diagnosis import stacks
+from trainer.launching import joining, launcher, rank
 
 
 def blocked() -> None:
@@ -76,3 +78,9 @@ def test_other_threads_of_this_process_that_do_something() -> None:
     working.join()
     assert "in test_other_threads" in found[0].partition("  in another thread:\n")[0]
     assert "in works" in found[0].partition("  in another thread:\n")[2]
+
+
+def test_the_way_to_the_job_is_known() -> None:
+    """The files in which a rank's job is called, wherever they lie."""
+    for module in (api, launcher, joining, rank):
+        assert stacks._JOB_STARTS.search(str(module.__file__)), module

@@ -254,7 +254,10 @@ def test_group_of_the_script_must_tell_the_machine(monkeypatch):
     with pytest.raises(ValueError, match="LOCAL_RANK and LOCAL_WORLD_SIZE are not in the"):
         joining._check_group("cpu")
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
-    with pytest.raises(ValueError, match="backends cuda:nccl; it needs one for CPU tensors"):
+    with pytest.raises(ValueError, match="backends cuda:nccl; it needs cpu:gloo,cuda:nccl: init"):
+        joining._check_group("cuda")
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:gloo")
+    with pytest.raises(ValueError, match="cuda:gloo; it needs cpu:gloo,cuda:nccl"):
         joining._check_group("cuda")
 
 

@@ -330,6 +330,17 @@ def test_a_resumed_run_of_lightning_knows_where_it_is(tmp_path: Path) -> None:
     assert task.seen[-1] == ("on_epoch_end", 3, 1, 0, 12)
 
 
+def test_a_task_goes_on_under_lightning_from_its_own_checkpoint(tmp_path: Path) -> None:
+    data = DataLoader(samples(12), batch_size=4)
+    result = trainer(tmp_path / "run", max_epochs=1).fit(Regression(), train=data)
+    main([str(result.run_dir), str(tmp_path / "ours.ckpt")])
+    task = Clocked()
+    options: dict[str, Any] = {"max_epochs": 2, "train_dataloaders": data}
+    run_theirs("fit", as_lightning(task), ckpt_path=tmp_path / "ours.ckpt", **options)
+    assert ("loss of train", 3, 1, 0, 12) in task.seen
+    assert task.seen[-1] == ("on_epoch_end", 6, 2, 0, 24)
+
+
 @pytest.mark.parametrize("name", ["global_loss", "optimizes_itself"])
 def test_a_task_that_lightning_cannot_train(name: str) -> None:
     task = type("Other", (Regression,), {name: True})()

@@ -186,7 +186,7 @@ def test_faster_computing(
     assert tries(task=task) == []
 
     monkeypatch.setattr("trainer.speed.verdict.find_spec", lambda _: object())
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     two = {"device": "cuda:0", "config": TrainerConfig(max_epochs=1, devices=2)}
     assert tries(**two) == ["precision=bf16, devices=4 or compile=true"]

@@ -198,7 +198,8 @@ def unanswered(silent: set[int], told_by: Failure) -> Exception:
 
 def ended_elsewhere(told_by: Failure) -> RankError:
     """Return the error where all ranks of this machine only tell of those of another one."""
-    said = told_by.message.partition(": ")[2].splitlines()[0]
+    kind, _, text = told_by.message.partition(": ")
+    said = (text or kind).splitlines()[0]
     return RankError(
         f"rank {told_by.rank} ends because a rank on another machine did, or the network between "
         f"them broke; look there for the cause ({said})"

@@ -24,7 +24,9 @@ _MOST_THREADS = 3
 
 _THREAD = re.compile(r"^(?:Current t|T)hread 0x", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
-_JOB_STARTS = re.compile(r"/trainer/(launcher|rank|api)\.py$|torch/utils/data/_utils/worker\.py$")
+_JOB_STARTS = re.compile(
+    r"/trainer/(launching/(launcher|joining|rank)|api)\.py$|torch/utils/data/_utils/worker\.py$"
+)
 _NOISE = re.compile(
     r"/(threading|queue|selectors|multiprocessing/\w+|torch/nn/modules/module|c10d_logger"
     r"|trainer/watch)\.py$"

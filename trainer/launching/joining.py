@@ -25,7 +25,7 @@ from trainer.launching.rank import LINGER_S
 from trainer.launching.starting import num_threads, threads_per_rank
 from trainer.launching.watching import watching_each_other
 from trainer.meeting import Meeting, has_agent_store, meet
-from trainer.messages import counted
+from trainer.messages import counted, first_line
 
 _jobs = 0  # calls of run_as_rank: the same number on every rank, and at every attempt
 _meeting: Meeting | None = None
@@ -158,7 +158,7 @@ def _explain(error: Exception, where: Callable[[], str]) -> None:
     started = flight_recorder.recorded()
     last = f", after its {started[-1]}" if started else ""
     print(
-        f"{place}: ends because another rank did{last} ({str(error).splitlines()[0]})",
+        f"{place}: ends because another rank did{last} ({first_line(error)})",
         file=sys.stderr,
         flush=True,
     )
@@ -183,11 +183,11 @@ def _check_group(kind: str) -> None:
     Raises:
         ValueError: If objects cannot travel, or nobody knows which ranks share a machine.
     """
-    found = dist.get_backend_config()
-    if "cpu:" not in str(found):
+    found = str(dist.get_backend_config())
+    if "cpu:" not in found or (kind == "cuda" and "cuda:nccl" not in found):
         raise ValueError(
-            f"the process group that this script set up has the backends {found}; it needs one for "
-            f"CPU tensors too: init_process_group({distributed.backends(kind)!r})"
+            f"the process group that this script set up has the backends {found}; it needs "
+            f"{distributed.backends(kind)}: init_process_group({distributed.backends(kind)!r})"
         )
     missing = [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if name not in os.environ]
     if missing and distributed.world_size() > 1:

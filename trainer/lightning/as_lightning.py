@@ -147,7 +147,7 @@ def _module_class() -> Any:
             checkpoint["samples"] = self.samples
 
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            self.clock.samples = self.samples = checkpoint["samples"]
+            self.clock.samples = self.samples = checkpoint.get("samples", 0)
 
         def on_train_epoch_start(self) -> None:
             is_resumed = self.first_step is None and self._steps_per_epoch() is not None

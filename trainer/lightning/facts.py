@@ -54,7 +54,6 @@ class TrainerFacts:
         self.gradient_clip_algorithm = None
         self.fast_dev_run = config.fast_dev_run
         self.overfit_batches = config.overfit_batches
-        self.num_nodes = config.num_nodes
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python itself asks, for a copy say
@@ -98,7 +97,12 @@ class TrainerFacts:
     @property
     def node_rank(self) -> int:
         """The number of this rank's machine."""
-        return distributed.rank() // max(self.num_devices, 1)
+        return distributed.node_rank()
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of machines."""
+        return distributed.num_nodes()
 
     @property
     def world_size(self) -> int:
@@ -107,8 +111,8 @@ class TrainerFacts:
 
     @property
     def num_devices(self) -> int:
-        """The number of ranks on a machine."""
-        return distributed.world_size() // self.num_nodes
+        """The number of ranks on this machine."""
+        return distributed.local_world_size()
 
     @property
     def is_global_zero(self) -> bool:

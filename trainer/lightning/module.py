@@ -63,7 +63,9 @@ class LightningTask(TaskModule):
         self, module: Any, base: type, data: LightningData, stage: str, config: TrainerConfig
     ) -> None:
         object.__setattr__(self, "module", module)  # no submodule: names have no prefix
-        super().__init__()
+        mode = module.training
+        super().__init__()  # which sets it
+        self.training = mode
         for registry in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             object.__setattr__(self, registry, vars(module)[registry])
         self.data = data
@@ -276,7 +278,6 @@ class LightningTask(TaskModule):
     def _end(self, error: BaseException | None) -> None:
         if not self.is_attached:
             return
-        self.data._end(error)
         self._let_go_of_metrics()
         if self.manual is not None:
             self.manual.close()

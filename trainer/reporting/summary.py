@@ -74,7 +74,7 @@ class Summary:
             others: Whether to return all other metrics too, as if ``min`` were best.
         """
         found: dict[str, Measured] = {}
-        keys = [b'":'] if others else [f'"{name}":'.encode() for name in modes]
+        keys = [b'":'] if others else [f"{json.dumps(name)}:".encode() for name in modes]
         for event in _events(self.folder / METRICS, keys):
             for name in event.keys() - set(CLOCKS) if others else event.keys() & modes.keys():
                 last = math.nan if event[name] is None else event[name]

@@ -156,7 +156,8 @@ def _faster_computing(run: Run) -> list[str]:
     config, found = run.config, []
     if run.device.startswith("cuda"):
         if config.precision == "fp32":
-            found.append("precision=bf16" if torch.cuda.is_bf16_supported() else "precision=fp16")
+            has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+            found.append("precision=bf16" if has_bf16 else "precision=fp16")
         if config.devices == run.world_size < (count := torch.cuda.device_count()):
             found.append(f"devices={count}")
     if not config.compile and _can_compile(run):

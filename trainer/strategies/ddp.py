@@ -126,9 +126,8 @@ class DDPStrategy(Strategy):
         known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         options[buffers] = False
-        self._wrapped = nn.parallel.DistributedDataParallel(
-            step, device_ids=[device] if device.type == "cuda" else None, **options
-        )
+        # Without device_ids: batches are on the device, and DDP would build them anew to move them.
+        self._wrapped = nn.parallel.DistributedDataParallel(step, **options)
         hook = self._hook(step, device)
         if hook is not None:
             is_scaled = self.scaler is not None and self.scaler.is_enabled()
