@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +150,44 @@ def test_a_broken_run_file_leaves_what_the_events_tell(
     (row,) = json.loads(out)
     assert (row["step"], row["val/loss"], row["state"]) == (10, 0.5, "unknown")
     assert "run.json is damaged" in err
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"metrics": [1]},
+        {"metrics": {"val/loss": "low"}},
+        {"time_s": "long"},
+        {"time_s": 1e300},
+        {"time_s": math.nan},
+        {"status": None},
+        {"error": {}},
+    ],
+)
+def test_files_of_somebody_else_do_not_end_the_table(
+    facts: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(folder / "other", [0.5], **facts)
+    events = [{"step": None, "val/loss": 1.0}, {"step": 20, "val/loss": "bad", "größe": 2.0}]
+    with (folder / "other" / "metrics.jsonl").open("a") as file:
+        for event in events:
+            file.write(json.dumps({"epoch": 0, "samples": 1, "time_s": 1.0, **event}) + "\n")
+    main([str(folder), "--json", "--metric", "val/loss", "--metric", "größe"])
+    out, err = capsys.readouterr()
+    (row,) = (row for row in json.loads(out) if row["run"] == "other")
+    assert (row["step"], row["val/loss"], row["größe"]) == (20, 0.5, 2.0)
+    assert "is not of a run of this trainer" in err
+
+
+def test_a_terminal_that_is_too_narrow_hides_no_column(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "30")
+    main([str(folder)])
+    first = capsys.readouterr().out.splitlines()[1]
+    assert first.split()[0] == "b"
+    assert "failed" in first
 
 
 def test_options_of_several_tasks_are_told_apart(

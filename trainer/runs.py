@@ -78,7 +78,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         runs, left_out = read_runs(folders)
         compared = Comparison(runs, given.metric)
-        rows = compared.rows(given.sort, given.reverse)
+        columns = {head: column for column, head in _HEADS.items()}
+        rows = compared.rows(columns.get(given.sort, given.sort), given.reverse)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     two = [next((run for run in runs if run.folder == folder), None) for folder in folders]
@@ -107,7 +108,9 @@ def _show(compared: Comparison, rows: Sequence[Row]) -> None:
         columns += [name, f"best {name}"]
         heads[f"best {name}"] = "best"
     cells = {column: [_cell(column, row) for row in rows] for column in columns}
-    room = console.width - sum(_width(heads.get(c, c), cells[c]) for c in columns)
+    needed = sum(_width(heads.get(c, c), cells[c]) for c in columns)
+    room = console.width - needed
+    console.width = max(console.width, needed)  # lines that go on in the next are read more easily
     hidden = []
     for name, short in short_names(compared.options).items():
         values = [_plain(row[name]) for row in rows]

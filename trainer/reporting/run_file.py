@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from trainer.run import Run
 
 FILE = "run.json"
 _LONGEST = 500  # characters of an error
+_LARGEST = 1e12  # count, or seconds
+_AMOUNTS = ("step", "epoch", "samples", "total_steps", "world_size", "time_s")
+_TEXTS = ("reason", "error", "task", "started", "ended")
 
 
 class RunFile(Logger):
@@ -78,9 +82,33 @@ def read_run_file(run_dir: Path) -> dict[str, Any]:
         found = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
-    if not isinstance(found, dict) or not isinstance(found.get("config"), dict):
+    if not isinstance(found, dict) or not _is_sound(found):
         raise ValueError(f"{path} is not of a run of this trainer")
     return found
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value in a file may be a count, a time, or what was measured."""
+    return isinstance(value, int | float)
+
+
+def is_amount(value: Any) -> bool:
+    """Whether a value in a file may be a count or a time."""
+    return is_number(value) and 0 <= value < _LARGEST  # NaN is neither
+
+
+def _is_sound(facts: Mapping[str, Any]) -> bool:
+    """Whether the values are of the kinds that a run's are; some may be missing."""
+    known = {name: value for name, value in facts.items() if value is not None}
+    metrics = known.get("metrics", {})
+    return (
+        isinstance(known.get("config"), dict)
+        and isinstance(known.get("status"), str)
+        and all(isinstance(known.get(name, ""), str) for name in _TEXTS)
+        and all(is_amount(known.get(name, 0)) for name in _AMOUNTS)
+        and isinstance(metrics, dict)
+        and all(value is None or is_number(value) for value in metrics.values())
+    )
 
 
 def _now() -> str:

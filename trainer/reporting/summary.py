@@ -14,6 +14,7 @@ from trainer.checkpoint.manifest import CONFIG, FOLDER, read_manifest, step_fold
 from trainer.lock import is_held
 from trainer.reporting import journal, run_file
 from trainer.reporting.record import CLOCKS, METRICS
+from trainer.reporting.run_file import is_amount, is_number
 
 DEFAULT_MONITOR = "val/loss"
 
@@ -63,8 +64,9 @@ class Summary:
     @property
     def monitor(self) -> tuple[str, str]:
         """The metric that its best checkpoint is chosen by; whether ``min`` or ``max`` is best."""
-        name = self.config.get("trainer.checkpoint.monitor") or DEFAULT_MONITOR
-        return name, self.config.get("trainer.checkpoint.mode") or "min"
+        name = str(self.config.get("trainer.checkpoint.monitor") or DEFAULT_MONITOR)
+        mode = self.config.get("trainer.checkpoint.mode")
+        return name, mode if mode in ("min", "max") else "min"
 
     def measured(self, modes: Mapping[str, str], others: bool = False) -> dict[str, Measured]:
         """Return the values of metrics, from the run's files; those without any are missing.
@@ -219,12 +221,14 @@ def _last_event(path: Path) -> dict[str, Any] | None:
 
 
 def _event(line: bytes) -> dict[str, Any] | None:
-    """Return the event in a line; None for a torn line, or one that somebody else wrote."""
+    """Return the numbers in a line; None for a torn line, or one that somebody else wrote."""
     try:
         found = json.loads(line)
     except ValueError:
         return None
-    return found if isinstance(found, dict) and found.keys() >= set(CLOCKS) else None
+    if not isinstance(found, dict) or not all(is_amount(found.get(name)) for name in CLOCKS):
+        return None
+    return {name: v for name, v in found.items() if v is None or is_number(v)}
 
 
 def _newest_checkpoint(folder: Path, problems: list[str]) -> Path | None:
