@@ -67,6 +67,22 @@ def test_a_program_takes_what_it_needs_and_computes_the_same_for_any_size(tmp_pa
         torch.testing.assert_close(found, own)
 
 
+def test_a_tensor_twice_texts_and_a_key_that_python_knows(tmp_path: Path) -> None:
+    class Twice(TaskModule):
+        def predict(self, batch: Any) -> Any:
+            return batch["self"] + batch["other"] * len(batch["names"][0])
+
+    x = torch.randn(4, 3)
+    batch = {"self": x, "other": x, "names": ["ab", "cd", "ef", "gh"]}
+    report = export(Twice(), tmp_path / "m.pt2", batch)
+    program = torch.export.load(report.path).module()
+    found = program(torch.ones(2, 3), torch.full((2, 3), 5.0))
+    torch.testing.assert_close(found, torch.full((2, 3), 11.0))
+    assert list(report.fixed) == ["names"]
+    with pytest.raises(ValueError, match=r"export needs a batch"):
+        export(Twice(), tmp_path / "none.pt2")
+
+
 def test_of_a_single_batch_parts_are_compared_too(tmp_path: Path) -> None:
     report = export(Nested(), tmp_path / "a.pt2", nested(5), method="forward")
     assert list(report.differences) == [5, 3, 1]

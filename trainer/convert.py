@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from trainer.checkpoint.files import replace_file
 from trainer.checkpoint.finding import find
 from trainer.checkpoint.manifest import CONFIG, verified
 from trainer.checkpoint.weights import read_weights
@@ -74,7 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
         folder = find("", given.checkpoint, of_run="last")
         converted = to_lightning(folder)
         left_out = _config(folder).get(LEFT_OUT) or []
-        _write(converted, given.out)
+        replace_file(given.out, lambda file: torch.save(converted, file))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     print(f"{given.out}: step {converted['global_step']}, epoch {converted['epoch']}")
@@ -88,16 +89,6 @@ def main(arguments: list[str] | None = None) -> None:
             f"note: it has no hyperparameters {', '.join(left_out)}, which are no plain values; "
             "give them to load_from_checkpoint"
         )
-
-
-def _write(converted: dict[str, Any], out: Path) -> None:
-    """Write the file, or nothing."""
-    part = out.with_name(f".{out.name}.part")
-    try:
-        torch.save(converted, part)
-        part.replace(out)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _taken_apart(scheduler: Mapping[str, Any]) -> list[Any]:

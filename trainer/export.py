@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.checkpoint.files import replace_file
 from trainer.checkpoint.finding import find
 from trainer.checkpoint.manifest import CONFIG, verified
 from trainer.checkpoint.weights import load_task, read_torch
@@ -118,6 +119,8 @@ def export(
         raise ValueError(f"method={method} is not allowed; it must be one of {', '.join(_METHODS)}")
     _check_task(task)
     compute, what = getattr(task, method), f"{type(task).__name__}.{method}"
+    if not batches:
+        raise ValueError("export needs a batch to follow: export(task, path, batch)")
     for batch in batches:
         check_parts(batch)
     if len(batches) == 1:
@@ -150,7 +153,7 @@ def export(
             size: _difference(written, inputs.of(batch), of_task, f"{what} for {size} samples")
             for batch, of_task, size in zip(batches, expected, sizes, strict=True)
         }
-    path.write_bytes(written.content)
+    replace_file(path, lambda file: file.write(written.content))
     return ExportReport(
         path=path,
         what=what,

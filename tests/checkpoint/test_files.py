@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trainer.checkpoint import files
-from trainer.checkpoint.files import fsync_folder, make_folder, sha256, write_file
+from trainer.checkpoint.files import fsync_folder, make_folder, replace_file, sha256, write_file
 
 
 @pytest.mark.parametrize("most", [None, 7])
@@ -88,3 +88,22 @@ def test_a_file_system_without_fsync_of_folders(
     monkeypatch.setattr(os, "fsync", refusing(errno.EIO))
     with pytest.raises(OSError, match="Input/output error"):
         fsync_folder(tmp_path)
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    replace_file(path, lambda file: file.write(b"old"))
+    (tmp_path / ".report.html.part").write_bytes(b"of a write that was killed")
+
+    def full(file: Any) -> None:
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left on device: '.*/report.html'"):
+        replace_file(path, full)
+    assert path.read_bytes() == b"old"
+    replace_file(path, lambda file: file.write(b"new"))
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(OSError, match=f"Is a directory: '{tmp_path}'"):
+        replace_file(tmp_path, lambda file: file.write(b"new"))

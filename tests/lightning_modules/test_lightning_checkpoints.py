@@ -88,8 +88,8 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(SystemExit, match=r"error: there is no folder .*nowhere"):
         main([str(result.run_dir), str(tmp_path / "nowhere" / "ours.ckpt")])
 
-    def half(converted: Any, path: Path) -> None:
-        path.write_bytes(b"half")
+    def half(converted: Any, file: Any) -> None:
+        file.write(b"half")
         raise OSError("no space left")
 
     monkeypatch.setattr(torch, "save", half)

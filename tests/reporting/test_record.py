@@ -115,3 +115,13 @@ def test_every_event_has_a_place_on_every_clock(tmp_path: Path) -> None:
     record: Any = read_record(trained(tmp_path))
     assert {len(values) for values in record.clocks.values()} == {8}
     assert np.all(np.diff(record.clocks["samples"]) >= 0)
+
+
+def test_lines_of_somebody_else_are_left_out(tmp_path: Path) -> None:
+    start(tmp_path)
+    with (tmp_path / "journal.jsonl").open("a") as file:
+        for line in ({}, {"event": "start"}, {"event": []}, {"event": "warning", "text": "x"}):
+            file.write(json.dumps(line) + "\n")
+    write_events(tmp_path, {"step": 1, "train/loss": 1.0})
+    (found,) = read_record(tmp_path).starts
+    assert found.warnings == {}

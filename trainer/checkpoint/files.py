@@ -51,6 +51,26 @@ def write_file(path: Path, write: Callable[[BinaryIO], Any]) -> dict[str, Any]:
     return {"size": raw.size, "sha256": raw.digest.hexdigest()}
 
 
+def replace_file(path: Path, write: Callable[[BinaryIO], Any]) -> None:
+    """Write a file, in place of an older one; whatever happens, one of them is there whole.
+
+    Raises:
+        OSError: If that is not possible; names ``path``.
+    """
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.unlink(missing_ok=True)  # of a write that was killed
+        try:
+            write_file(part, write)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        if error.strerror is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file, in hex."""
     digest = hashlib.sha256()

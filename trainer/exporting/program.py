@@ -63,9 +63,10 @@ class Inputs:
                 "the batches have not the same entries: "
                 + " and ".join(sorted({listed(one) for one in flat}))
             )
-        self._structure = pytree.tree_structure(batches[0])
+        self._structure = pytree.tree_structure(batches[0], is_leaf=_is_leaf)
         self._leaves = flat[0]
-        self.example = {n: leaf for n, leaf in flat[0].items() if isinstance(leaf, Tensor)}
+        # Copies: torch takes a tensor that stands twice in the batch for one input.
+        self.example = {n: leaf.clone() for n, leaf in flat[0].items() if isinstance(leaf, Tensor)}
         self.fixed = {n: leaf for n, leaf in flat[0].items() if not isinstance(leaf, Tensor)}
         self.names = list(self.example)
         self.free = {
@@ -127,7 +128,7 @@ def check_parts(batch: Any) -> None:
         ValueError: Naming the part.
     """
     for name, leaf in _leaves(batch).items():
-        if not isinstance(leaf, Tensor | bool | int | float | str | None):
+        if not isinstance(leaf, Tensor | bool | int | float | str | None) and not _is_leaf(leaf):
             raise ValueError(
                 f"the batch holds a {type(leaf).__name__} ({name}), which torch.export cannot take "
                 "apart; give tensors in dicts, lists and tuples"
@@ -253,14 +254,19 @@ def quiet() -> Iterator[None]:
 def _leaves(tree: Any, root: str = "input") -> dict[str, Any]:
     """Return what is in a tree, by names that are identifiers."""
     found: dict[str, Any] = {}
-    for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
+    for path, leaf in pytree.tree_flatten_with_path(tree, is_leaf=_is_leaf)[0]:
         name = "_".join(re.sub(r"\W", "_", str(_key(key))) for key in path)
         if not name or name[0].isdigit():
             name = f"{root}_{name}" if name else root
-        while name in found or iskeyword(name):
+        while name in found or iskeyword(name) or name == "self":
             name += "_"
         found[name] = leaf
     return found
+
+
+def _is_leaf(part: Any) -> bool:
+    """Whether a part of a batch stays whole: a text for each sample, such as names of files."""
+    return isinstance(part, list) and bool(part) and all(isinstance(e, str) for e in part)
 
 
 def _key(key: Any) -> Any:

@@ -88,6 +88,7 @@ class Memory:
         return int(line.split()[1]) / 1024
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """Whether an error says that there was no memory left."""
-    return isinstance(error, torch.OutOfMemoryError) or any(s in str(error) for s in _SIGNS)
+    kinds = (torch.OutOfMemoryError, MemoryError)
+    return isinstance(error, kinds) or any(s in str(error) for s in _SIGNS)

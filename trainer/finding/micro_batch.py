@@ -153,7 +153,7 @@ class _Trials:
                 with turn.taken():
                     self._step(turn, batch, size)
             is_out = False
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             is_out = True

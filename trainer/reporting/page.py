@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from trainer.checkpoint.files import replace_file
 from trainer.reporting.charts import Charts
 from trainer.reporting.record import Checkpoint, Record, Start, read_record
 
@@ -31,13 +32,12 @@ def write_report(run_dir: Path, path: Path | None = None) -> Path:
 
     Raises:
         ValueError: If the folder holds no run, or plotly is missing.
+        OSError: If the file cannot be written.
     """
     check_plotly()
     path = path or run_dir / FILE
     text = page(read_record(run_dir))
-    part = path.with_name(f"{path.name}.part")  # whole or not at all: a rank may be ended meanwhile
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+    replace_file(path, lambda file: file.write(text.encode()))
     return path
 
 

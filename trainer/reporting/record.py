@@ -179,9 +179,24 @@ def _events(path: Path) -> tuple[dict[str, Floats], dict[str, Series]]:
     )
 
 
+# What a line of the journal must have, by the event that it tells of.
+_NEEDED: dict[str, set[str]] = {
+    "start": {
+        *("time", "step", "samples", "time_s", "task", "parameters", "restarts", "requeues"),
+        *("environment", "config"),
+    },
+    "warning": {"text", "category", "step"},
+    "memory": {"by_rank_mb"},
+    "end": {"time"},
+}
+
+
 def _starts(run_dir: Path) -> list[Start]:
     starts: list[Start] = []
     for line in journal.read_lines(run_dir / journal.FILE):
+        needed = _NEEDED.get(str(line.get("event")))
+        if needed is None or not line.keys() >= needed:  # somebody else's
+            continue
         if line["event"] == "start":
             starts.append(Start(line))
         elif not starts:
