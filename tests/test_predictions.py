@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from trainer import TaskModule, Trainer, load_predictions
+from trainer.launching import attempt
 from trainer.predictions import INDEX, join
 
 
@@ -163,3 +164,13 @@ def test_a_full_disk_is_told_of_with_the_file(
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match=r"No space left .*predictions-000000000000\.pt"):
         predict(Named(), tmp_path)
+
+
+def test_a_restart_writes_its_files_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    predict(Named(), tmp_path)
+    (tmp_path / "predictions-000000000002.pt").write_bytes(b"of a rank that was killed")
+    with pytest.raises(ValueError, match="holds predictions already"):
+        predict(Named(), tmp_path)
+    monkeypatch.setattr(attempt, "_entered", attempt.Attempt("launch", number=1))
+    predict(Named(), tmp_path)
+    assert load_predictions(tmp_path)["value"].tolist() == [0, 2, 4, 6]

@@ -25,7 +25,7 @@ from trainer.guard import no_collectives
 from trainer.instantiate import instantiate_all
 from trainer.launching.launcher import launch, starts_ranks, this_machine
 from trainer.launching.rank import in_child
-from trainer.lightning import adapted
+from trainer.lightning import LOADERS, adapted
 from trainer.loggers import Logger, default_loggers
 from trainer.loggers.lightning import adopt
 from trainer.notes import print_notes
@@ -276,9 +276,10 @@ class Trainer:
         from trainer.planning.options import PlanConfig
         from trainer.planning.planning import plan
 
+        spelled = _taken_out(options)
         config = from_options(PlanConfig, options)
         given = {"train": train, "val": val}
-        task, module = adapted(task, data, "fit", self.config, given, {})
+        task, module = adapted(task, data, "fit", self.config, given, spelled)
         check_contract(task, to_fit=True)
         measured = self._launch(measure, False, task, module, self.config, config.steps)
         return None if measured is None else plan(measured, self.config, config)
@@ -308,8 +309,9 @@ class Trainer:
         from trainer.finding.learning_rate import find_lr
         from trainer.finding.options import FindLRConfig
 
+        given = {"train": train, "val": val}, _taken_out(options)
         config = from_options(FindLRConfig, options)
-        report: LRReport | None = self._find(find_lr, task, data, train, val, config)
+        report: LRReport | None = self._find(find_lr, task, data, *given, config)
         return report
 
     def find_micro_batch_size(
@@ -338,18 +340,24 @@ class Trainer:
         from trainer.finding.micro_batch import find_micro_batch_size
         from trainer.finding.options import FindMicroBatchSizeConfig
 
+        given = {"train": train, "val": val}, _taken_out(options)
         config = from_options(FindMicroBatchSizeConfig, options)
         report: MicroBatchReport | None = self._find(
-            find_micro_batch_size, task, data, train, val, config
+            find_micro_batch_size, task, data, *given, config
         )
         return report
 
     def _find(
-        self, job: Callable[..., Any], task: AnyTask, data: Any, train: Any, val: Any, options: Any
+        self,
+        job: Callable[..., Any],
+        task: AnyTask,
+        data: Any,
+        given: dict[str, Any],
+        spelled: dict[str, Any],
+        options: Any,
     ) -> Any:
         """Return the report of a finder, which is written where the results are this process's."""
-        given = {"train": train, "val": val}
-        task, module = adapted(task, data, "fit", self.config, given, {})
+        task, module = adapted(task, data, "fit", self.config, given, spelled)
         check_contract(task, to_fit=True)
         report: Any = self._launch(job, False, task, module, self.config, options)
         if report is not None:
@@ -477,3 +485,8 @@ class Trainer:
         if ckpt_path is not None:
             session.load(self._run_dir or Path(self.config.run_dir or "."), ckpt_path)
         return session
+
+
+def _taken_out(options: dict[str, Any]) -> dict[str, Any]:
+    """Take data by the names of Lightning's Trainer out of ``options``."""
+    return {n: options.pop(n) for n in ("datamodule", *LOADERS["fit"]) if n in options}

@@ -14,6 +14,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from trainer import distributed
 from trainer.checkpoint.weights import read_torch
+from trainer.launching import attempt
 from trainer.trees import has_rows, joined, map_leaves
 
 INDEX = "predictions.json"
@@ -123,6 +124,9 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _check_has_none(folder: Path) -> None:
+    if attempt.current().is_restart:  # they are its own; the same files are written anew
+        (folder / INDEX).unlink(missing_ok=True)
+        return
     if folder.is_dir() and ((folder / INDEX).exists() or _files(folder)):
         raise ValueError(
             f"output_dir {folder} holds predictions already, which would be mixed with the new "

@@ -99,7 +99,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
         file.write(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(OSError, match="No space left on device: '.*/report.html'"):
+    with pytest.raises(OSError, match=r"No space left on device: '.*/report\.html'"):
         replace_file(path, full)
     assert path.read_bytes() == b"old"
     replace_file(path, lambda file: file.write(b"new"))

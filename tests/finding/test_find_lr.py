@@ -20,6 +20,7 @@ from support import (
     weights,
 )
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from trainer import OptimizerSetup, TaskModule, Trainer, run
 from trainer.finding.curve import is_beyond, smoothed, steepest
@@ -243,6 +244,13 @@ def test_buffers_that_no_checkpoint_has_are_given_back(tmp_path: Path) -> None:
     task = Counting()
     find(task, tmp_path)
     assert task.seen == 0
+    options = {"run_dir": str(tmp_path), "accelerator": "cpu", "global_batch_size": None}
+    loader = DataLoader(samples(8), batch_size=4)
+    found = Trainer(**options).find_lr(task, train_dataloaders=loader, steps=10)
+    assert found is not None
+    assert len(found.losses) == 10
+    with pytest.raises(ValueError, match="train_dataloaders= and train= are the same thing"):
+        Trainer(**options).find_lr(task, train=loader, train_dataloaders=loader)
 
 
 @pytest.mark.parametrize("seed", range(50))

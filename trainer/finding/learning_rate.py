@@ -18,11 +18,11 @@ from trainer.data.module import DataModule
 from trainer.finding.curve import is_beyond, smoothed
 from trainer.finding.lr_report import LRReport
 from trainer.finding.options import FindLRConfig
-from trainer.finding.trial import optimizers_unchanged, quiet, unchanged
 from trainer.messages import counted
 from trainer.optimizing.lr_scaling import LRScaling
 from trainer.optimizing.optimization import Schedule
 from trainer.optimizing.turns import Turn
+from trainer.planning.trial import optimizers_unchanged, quiet, unchanged
 from trainer.run import FitResult
 from trainer.run_dir import choose_run_dir
 from trainer.session import Session

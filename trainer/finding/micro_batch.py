@@ -20,10 +20,10 @@ from trainer.data.plan import ceil_div
 from trainer.finding.memory import Memory, is_out_of_memory
 from trainer.finding.micro_batch_report import MicroBatchReport, Trial
 from trainer.finding.options import FindMicroBatchSizeConfig
-from trainer.finding.trial import optimizers_unchanged, quiet, unchanged
 from trainer.guard import no_collectives
 from trainer.optimizing.turns import Turn
 from trainer.planning.measuring import first_step, whole_batch
+from trainer.planning.trial import optimizers_unchanged, quiet, unchanged
 from trainer.run_dir import choose_run_dir
 from trainer.session import Session
 from trainer.state import TrainState

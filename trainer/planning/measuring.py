@@ -27,6 +27,7 @@ from trainer.planning.links import measure_links
 from trainer.planning.network import Link
 from trainer.planning.passes import Passes
 from trainer.planning.profile import Profile
+from trainer.planning.trial import unchanged
 from trainer.precision import DTYPES
 from trainer.run_dir import choose_run_dir
 from trainer.session import Session
@@ -109,7 +110,7 @@ def measure(task: TaskModule, data: DataModule, config: TrainerConfig, steps: in
         )
     run_dir = choose_run_dir(config)
     kept = copy.deepcopy(task.state_dict())
-    with _scratch(run_dir) as folder:
+    with unchanged(task), _scratch(run_dir) as folder:
         quiet = replace(
             config,
             resume=None,
@@ -130,10 +131,7 @@ def measure(task: TaskModule, data: DataModule, config: TrainerConfig, steps: in
                 "simulates steps of one; plan a task with one of its optimizers"
             )
         with training.open():
-            try:
-                return _measure(training, steps, run_dir, kept)
-            finally:
-                task.load_state_dict(kept)
+            return _measure(training, steps, run_dir, kept)
 
 
 def _measure(training: Training, steps: int, run_dir: Path, weights: Mapping[str, Any]) -> Measured:
