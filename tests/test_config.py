@@ -102,6 +102,7 @@ def test_accepted(given: dict[str, Any], kept: Any) -> None:
         ({"comm_hook": "None"}, "set comm_hook=null"),
         ({"bucket_cap_mb": "Auto"}, "did you mean bucket_cap_mb=auto?"),
         ({"profile": "Startup"}, "did you mean profile=startup?"),
+        ({"statistics": "gradient"}, "did you mean statistics=[gradients]?"),
         ({"compile": "reduce_overhead"}, "did you mean compile=reduce-overhead?"),
         ({"compile": "default"}, "set compile=true"),
         ({"precision": "bfloat16"}, "set precision=bf16"),

@@ -100,7 +100,8 @@ def _must_be(name: str, value: Any, spec: Field[Any], hint: Any) -> str:
     text = f"it must be {allowed(spec, hint)}"
     if advice := foreign_hint(name, value):
         return f"{text}: set {advice}"
-    meant = _meant(value, spec.metadata.get("choices", ()))
+    entries = [value] if get_origin(hint) is list and isinstance(value, str) else value
+    meant = _meant(entries, spec.metadata.get("choices", ()))
     return f"{text}; did you mean {name}={meant}?" if meant else text
 
 

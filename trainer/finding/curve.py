@@ -9,6 +9,8 @@ import numpy as np
 _MEMORY = 0.9  # of the moving average: what it keeps of the past in each step
 _WORSE = 3.0  # of the best loss, added to it: more than that is divergence
 _FEWEST = 5  # points before there is a trend
+_AT_LOW_RATES = 4  # one part of so many: the curve's level before it falls
+_LEFT = 0.1  # of the way down: there the curve has left its level
 _PARTS = 20  # of the curve: a slope is looked for over one to each side
 
 
@@ -38,16 +40,20 @@ def is_falling(curve: Sequence[float]) -> bool:
 def steepest(rates: Sequence[float], curve: Sequence[float]) -> int | None:
     """Return where the smoothed loss falls fastest over the logarithm of the rate.
 
-    Looked for up to its minimum, once there is a trend; None if it does not fall. The slope is that
-    of a line through a tenth of the curve: between two points alone it is mostly noise.
+    Looked for from where it leaves its level at low rates for good, up to its minimum; None if it
+    does not fall. The slope is that of a line through a tenth of the curve. Elsewhere, and between
+    two points alone, it is mostly noise.
     """
     settled = np.asarray(curve[_FEWEST:])
     end = int(np.argmin(settled)) if len(settled) else 0
     if end == 0:
         return None
+    level = float(np.median(settled[: max(1, len(settled) // _AT_LOW_RATES)]))
+    still = np.flatnonzero(settled[: end + 1] >= level - _LEFT * (level - settled[end]))
+    begin = int(still[-1]) if len(still) else 0
     logs, reach = np.log(rates[_FEWEST:]), max(1, len(settled) // _PARTS)
     slopes = []
-    for middle in range(end + 1):
+    for middle in range(begin, end + 1):
         near = slice(max(0, middle - reach), middle + reach + 1)
         slopes.append(np.polyfit(logs[near], settled[near], 1)[0])
-    return _FEWEST + int(np.argmin(slopes))
+    return _FEWEST + begin + int(np.argmin(slopes))
