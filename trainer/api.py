@@ -25,7 +25,7 @@ from trainer.guard import no_collectives
 from trainer.instantiate import instantiate_all
 from trainer.launching.launcher import launch, starts_ranks, this_machine
 from trainer.launching.rank import in_child
-from trainer.lightning import LOADERS, adapted
+from trainer.lightning.adapting import LOADERS, adapted
 from trainer.loggers import Logger, default_loggers
 from trainer.loggers.lightning import adopt
 from trainer.notes import print_notes
@@ -148,6 +148,14 @@ class Trainer:
             val: The validation data, or a dict of several.
             ckpt_path: ``best``, ``last`` or a path; None for the weights as they are.
             spelled: Data as Lightning's Trainer takes it: ``datamodule``, ``dataloaders``.
+
+        Returns:
+            Each metric over all samples, by name; None on ranks other than 0 if a launcher started
+            them.
+
+        Raises:
+            ValueError: If the task or the data is incomplete, or the checkpoint is missing,
+                damaged or of another task.
         """
         given = {"val": val}
         task, module = adapted(task, data, "validate", self.config, given, spelled)
@@ -173,6 +181,14 @@ class Trainer:
             test: The test data, or a dict of several.
             ckpt_path: ``best``, ``last`` or a path; None for the weights as they are.
             spelled: Data as Lightning's Trainer takes it: ``datamodule``, ``dataloaders``.
+
+        Returns:
+            Each metric over all samples, by name; None on ranks other than 0 if a launcher started
+            them.
+
+        Raises:
+            ValueError: If the task or the data is incomplete, or the checkpoint is missing,
+                damaged or of another task.
         """
         given = {"test": test}
         task, module = adapted(task, data, "test", self.config, given, spelled)
@@ -202,6 +218,16 @@ class Trainer:
                 return the folder: for predictions that do not fit into memory. What
                 `load_predictions` reads.
             spelled: Data as Lightning's Trainer takes it: ``datamodule``, ``dataloaders``.
+
+        Returns:
+            Tensors with a row, or lists with an entry, for each sample, or dicts and tuples of
+            these, on the CPU; with ``output_dir`` that. None on ranks other than 0 if a launcher
+            started them.
+
+        Raises:
+            ValueError: If the task or the data is incomplete, or the checkpoint is missing,
+                damaged or of another task; if what is predicted cannot be told apart by sample, or
+                ``output_dir`` holds predictions already.
         """
         given = {"predict": predict}
         task, module = adapted(task, data, "predict", self.config, given, spelled)

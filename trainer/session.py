@@ -291,6 +291,7 @@ class Session:
         extra = {name: v for name, v in state.items() if not isinstance(v, torch.Tensor)}
         if extra:  # a module's get_extra_state
             self.task.load_state_dict(distributed.broadcast_object(extra), strict=False)
+        distributed.share_buffers(self.task)  # those that are in no checkpoint, too
 
     def _open(self, found: Any, name: str) -> Source:
         source = open_source(found, self._data.collate_fn, name)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainer.contract import check_contract, weigh
-from trainer.lightning import PACKAGES
+from trainer.lightning.adapting import PACKAGES
 from trainer.state import TrainState
 from trainer.task import OptimizerSetup, TaskModule, WeightedLoss
 

@@ -37,7 +37,7 @@ class LightningData(DataModule):
             source: A LightningDataModule, a `DataModule` or None.
             stage: ``fit``, ``validate``, ``test`` or ``predict``.
         """
-        from trainer.lightning import lightning_class
+        from trainer.lightning.adapting import lightning_class
 
         self._module = module
         self._own = source if isinstance(source, DataModule) else None

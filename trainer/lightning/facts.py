@@ -10,8 +10,8 @@ import torch
 
 from trainer import distributed
 from trainer.lightning.collectives import Strategy
-from trainer.lightning.loggers import NotAFactError, Silent, shown_loggers
 from trainer.lightning.manual import Clipping
+from trainer.lightning.shown_loggers import NotAFactError, Silent, shown_loggers
 
 if TYPE_CHECKING:
     from trainer.lightning.module import LightningTask

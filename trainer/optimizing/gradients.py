@@ -7,7 +7,7 @@ from torch import nn
 
 from trainer.messages import listed
 from trainer.optimizing.optimization import is_plain_update
-from trainer.statistics import Statistics
+from trainer.optimizing.statistics import Statistics
 from trainer.step import StepModule
 
 # Below this share of the planned weight a step counts as one of weight 0: the resolution of the

@@ -24,11 +24,11 @@ from trainer.messages import listed
 from trainer.optimizing.gradients import Gradients, trained_names
 from trainer.optimizing.lr_scaling import LRScaling
 from trainer.optimizing.optimization import Schedule, configure_optimizers
+from trainer.optimizing.statistics import Statistics
 from trainer.options import show
 from trainer.precision import LossScaler
 from trainer.session import Session
 from trainer.state import TrainState
-from trainer.statistics import Statistics
 from trainer.step import StepModule
 from trainer.strategies import build_strategy
 from trainer.strategies.comm_clock import CommTimes
