@@ -231,6 +231,7 @@ def test_the_experiments_compose(name: str) -> None:
             ["task._target_=test_cli.Lime"],
             "task cannot be built from test_cli.Lime: test_cli has n",
         ),
+        (["task._target_=null"], "task._target_ is None; give the import path of a class"),
         (["+callbacks.x={_target_: trainer.Calback}"], "did you mean trainer.Callback?"),
         (["~trainer.max_epochs"], "cannot be taken out; write trainer.max_epochs=null"),
         (["callbacks=nothing"], "Could not find 'callbacks/nothing'"),
@@ -361,9 +362,11 @@ def test_flags_may_stand_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--cfg", "job", "--multirun"], "--multirun and --cfg: only one of them at a time"),
         (["--resolve"], "add --cfg job"),
         (["-sc", "install=bash"], "a shell completes the arguments of a command, and not of py"),
+        (["a=1", "--trainer.devices=2"], "has no dashes; write trainer.devices=2"),
+        (["--task.width", "2"], "has no dashes; write task.width=..."),
     ],
 )
-def test_flags_that_do_not_go_together(
+def test_flags_that_cannot_be_taken(
     monkeypatch: pytest.MonkeyPatch, argv: list[str], words: str
 ) -> None:
     monkeypatch.setattr("trainer.hydra.flags.program", lambda: "python -m recipes.mnist")

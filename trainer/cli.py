@@ -151,14 +151,14 @@ def _run_program(main: Callable[[DictConfig], Any], folder: str, config_name: st
 
     # The order it asks about is fixed by version_base below: a config comes after its defaults.
     warnings.filterwarnings("ignore", message=".*Defaults list is missing `_self_`")
-    args = read_arguments()
-    place = Place(
-        str(Path(folder) / (args.config_path or "")),
-        args.config_name or config_name,
-        args.config_dir,
-    )
-    shows = args.help or args.hydra_help or args.info or args.shell_completion
     try:
+        args = read_arguments()
+        place = Place(
+            str(Path(folder) / (args.config_path or "")),
+            args.config_name or config_name,
+            args.config_dir,
+        )
+        shows = args.help or args.hydra_help or args.info or args.shell_completion
         check_flags(args)
         joins = False
         if not (shows or args.experimental_rerun):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from types import ModuleType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -145,8 +146,12 @@ def check_targets(node: Any, name: str) -> None:
 
 
 def _targets(node: Any, name: str) -> Iterator[tuple[str, str]]:
-    if _is_node(node) and isinstance(node["_target_"], str):
-        yield name, node["_target_"]
+    if _is_node(node):
+        target = node["_target_"]
+        if isinstance(target, str):
+            yield name, target
+        elif not callable(target):
+            raise ValueError(f"{name}._target_ is {target!r}; give the import path of a class")
     if isinstance(node, Mapping):
         parts: Any = node.items()
     elif isinstance(node, Sequence) and not isinstance(node, str):
@@ -176,3 +181,9 @@ def _check_target(target: str, name: str) -> None:
         else:
             found = getattr(found, part)
         path = longer
+    if not callable(found):
+        kind = "a module" if isinstance(found, ModuleType) else f"of type {type(found).__name__}"
+        raise ValueError(
+            f"{name} cannot be built from {target}, which is {kind}; give the path of a class or "
+            "a function"
+        )

@@ -13,11 +13,21 @@ def read_arguments() -> Namespace:
     """Return the parsed command line; in ``sys.argv`` it stands as Hydra can read it.
 
     That is flags after overrides, because Hydra takes overrides in one piece only.
+
+    Raises:
+        ValueError: For an override that is written like a flag.
     """
     from hydra._internal.utils import get_args_parser
 
     parser = get_args_parser()
-    args = parser.parse_intermixed_args()
+    args, unknown = parser.parse_known_intermixed_args()
+    for flag in unknown:
+        if "." in flag.partition("=")[0] or "=" in flag:
+            key, _, value = flag.lstrip("-").partition("=")
+            bare = f"{key}={value or '...'}"
+            raise ValueError(f"{flag}: what belongs to the config has no dashes; write {bare}")
+    if unknown:
+        parser.error(f"there is no flag {' '.join(unknown)}; see --hydra-help")
     flags = sys.argv[1:]
     for override in args.overrides:
         flags.remove(override)
