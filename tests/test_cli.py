@@ -253,6 +253,8 @@ def test_a_mistake_in_a_file(folder: str) -> None:
     assert "max_epochs='two' is a string" in refusal(folder)
     Path(folder, "app.yaml").write_text(CONFIG + "task: {a: b: c}\n")
     assert re.search(r'a config is not YAML: .*app.yaml", line \d+, column \d+', refusal(folder))
+    Path(folder, "app.yaml").write_text(CONFIG + "# café\n", encoding="latin-1")
+    assert re.search(r"app.yaml: .* codec can't decode byte 0xe9 .*; save it as U", refusal(folder))
 
 
 def test_a_typed_group_of_the_project_is_checked(folder: str) -> None:

@@ -169,8 +169,21 @@ def _compose_explained(place: Place, overrides: list[str]) -> tuple[DictConfig, 
     except YAMLError as error:
         where = " ".join(str(error).split())  # the file, the line and the column are in it
         raise ValueError(f"a config is not YAML: {where}; mend it there") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{_undecodable(place)}: {error}; save it as UTF-8") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(_explain(error, place, overrides)) from None
+
+
+def _undecodable(place: Place) -> str:
+    """Name the file that is not text in UTF-8; the error itself does not."""
+    folders = [place.folder, *([place.more] if place.more else [])]
+    for path in (path for folder in folders for path in Path(folder).rglob("*.yaml")):
+        try:
+            path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            return str(path)
+    return "a config"
 
 
 def _variants(overrides: list[Override]) -> Iterator[list[str]]:
