@@ -45,8 +45,8 @@ def fits(folder: Path) -> list[list[dict[str, float]]]:
     slow_network = {"_target_": "slow_network.SlowNetwork", "seconds": 0.03, "bucket_cap_mb": 1e-6}
     for number, (task, train, strategy) in enumerate(
         [
-            (Sleeper(0, 0.02, 0), samples(60), "ddp"),
-            (Regression(), SlowSamples(60, 0, 0, 0.02), "ddp"),
+            (Sleeper(0, 0.06, 0), samples(60), "ddp"),
+            (Regression(), SlowSamples(60, 0, 0, 0.06), "ddp"),
             (asleep, samples(60), slow_network),
         ]
     ):
@@ -191,7 +191,8 @@ def test_on_three_ranks(tmp_path: Path) -> None:
     assert slow_forward["perf/slowest_rank"] == 1
     assert slow_loading["perf/slowest_rank"] == 2
     for event in (slow_forward, slow_loading):
-        assert 18 < event["perf/slowest_by_ms"] < 50
+        # 60 ms, less what the others take on a machine that has other work to do as well.
+        assert 45 < event["perf/slowest_by_ms"] < 120
         # Two ranks of three wait.
         assert event["perf/wait_ms"] == pytest.approx(event["perf/slowest_by_ms"] * 2 / 3, rel=0.5)
 
