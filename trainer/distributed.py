@@ -168,9 +168,12 @@ def setup(
         raise problem
 
 
-def new_group(backend: str | None = None) -> dist.ProcessGroup:
+def new_gloo_group() -> dist.ProcessGroup:
     """Return a further group of all ranks, with the timeout of the first; every rank calls it."""
-    group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=_collective_timeout())
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_collective_timeout())
+    # A rank may have connected to another that has not connected to it yet. Were the first to leave
+    # the group at once, the other would take it for dead.
+    dist.barrier(group)
     return group
 
 

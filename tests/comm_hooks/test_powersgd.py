@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from functools import partial
 from itertools import chain, pairwise
@@ -125,6 +126,24 @@ def steps(**options: Any) -> list[dict[str, Tensor]]:
 
 def wrap_twice(rank: int) -> None:
     Wrapped(Given(), powersgd_rank=rank).wrap()
+
+
+def wrap_where_one_is_late() -> tuple[float, float]:
+    """When this rank was in the hook's group, to which rank 1 comes late, and when it went on."""
+    new_group, came = dist.new_group, []
+
+    def slow_new_group(**options: Any) -> Any:
+        group = new_group(**options)
+        time.sleep(0.3 * distributed.rank())
+        came.append(time.monotonic())
+        return group
+
+    dist.new_group = slow_new_group
+    try:
+        Wrapped(Given())
+    finally:
+        dist.new_group = new_group
+    return *came, time.monotonic()
 
 
 def steps_wrapped_anew() -> list[dict[str, Tensor]]:
@@ -380,6 +399,12 @@ def test_it_is_said_if_no_matrix_is_large_enough(
     on_ranks(2, wrap_twice, 1000)
     told = capfd.readouterr().out
     assert told.count("PowerSGD compresses nothing") == told.count("powersgd_rank=1000") == 1
+
+
+def test_no_rank_goes_on_before_all_are_in_the_group_of_the_hook() -> None:
+    """For it may leave the group again at once, and be taken for dead by those that connect."""
+    (_, went_on), (late, _) = on_ranks(2, wrap_where_one_is_late)
+    assert late < went_on
 
 
 def test_a_checkpoint_has_the_errors_for_any_world_size(

@@ -38,7 +38,7 @@ class Beside:
         # With gloo only a thread can wait. There is one, so that collectives come in order; they
         # have a group of their own, for they run beside those of later buckets. The thread ends
         # with the process, even if it waits for a rank that is gone.
-        self._group = distributed.new_group("gloo")
+        self._group = distributed.new_gloo_group()
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = Thread(target=self._work, name="communication hooks", daemon=True)
         self._thread.start()
