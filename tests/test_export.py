@@ -190,6 +190,31 @@ def test_what_cannot_be_exported_is_refused_with_the_reason(
     assert not path.exists()
 
 
+class HasNoOnnx(TaskModule):
+    def forward(self, batch: Tensor) -> Tensor:
+        return torch.linalg.svdvals(batch)
+
+
+class Bfloat16(TaskModule):
+    def forward(self, batch: Tensor) -> Tensor:
+        return batch.bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("task", "match"),
+    [
+        (HasNoOnnx(), r"cannot translate .*: No ONNX function found .* \(at torch.ops.aten._linal"),
+        (Bfloat16(), r"output is bfloat16, which NumPy .* do not know; let the task .* \(.float"),
+    ],
+)
+def test_what_onnx_cannot_do_is_told_with_its_reason(
+    task: TaskModule, match: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        export(task, tmp_path / "a.onnx", torch.ones(4, 3))
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("name", "batch", "options", "match"),
     [

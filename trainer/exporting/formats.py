@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -87,8 +88,7 @@ def as_onnx(
             f"ONNX needs the package {error.name}: pip install onnx onnxscript onnxruntime"
         ) from error
     except torch.onnx.OnnxExporterError as error:
-        first = next(line for line in str(error.__cause__ or error).splitlines() if line.strip())
-        raise ValueError(f"torch.onnx cannot translate the program: {first}") from error
+        raise ValueError(f"torch.onnx cannot translate the program: {_reason(error)}") from error
     try:
         import onnxruntime
     except ModuleNotFoundError:
@@ -101,9 +101,24 @@ def as_onnx(
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors
     session = onnxruntime.InferenceSession(content, options, ["CPUExecutionProvider"])
+    for value in (*session.get_inputs(), *session.get_outputs()):
+        if value.type == "tensor(bfloat16)":
+            raise ValueError(
+                f"{value.name} is bfloat16, which NumPy and so onnxruntime in Python do not know; "
+                "let the task take and return another type (.float())"
+            )
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
         given = {name: tensor.numpy() for name, tensor in zip(inputs, tensors, strict=True)}
         return [torch.from_numpy(found) for found in session.run(list(outputs), given)]
 
     return Written(content, run, f"onnxruntime {onnxruntime.__version__}")
+
+
+def _reason(error: BaseException) -> str:
+    """Return what torch.onnx says at the root of ``error``, and at which operation."""
+    at = re.search(r"target=(\S+)\]", str(error.__cause__))
+    while error.__cause__ is not None:
+        error = error.__cause__
+    first = next((line for line in str(error).splitlines() if line.strip()), repr(error))
+    return f"{first} (at {at[1]})" if at else first
