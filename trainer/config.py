@@ -7,7 +7,7 @@ reference page is made from this file, and so is Hydra's typed ``trainer`` group
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from trainer.options import check_fields, option, option_fields
 _LONGEST_S = 100_000_000  # three years: gloo counts nanoseconds in 64 bits
 
 DEFAULT_GLOBAL_BATCH_SIZE = 128
+DEFAULT_MONITORS = ("val/loss", "val_loss")
 
 PRECISIONS = {
     "fp32": ("fp32", "32", "32-true"),
@@ -40,8 +41,8 @@ class CheckpointConfig:
     )
     monitor: str | None = option(
         None,
-        "The metric that decides which checkpoint is `best`. null: `val/loss` where there is one, "
-        "else the last checkpoint is the best.",
+        "The metric that decides which checkpoint is `best`. null: `val/loss`, or `val_loss` (as "
+        "LightningModules call it), where there is one, else the last checkpoint is the best.",
     )
     mode: str = option(
         "min", "Whether a smaller or a larger value of `monitor` is better.", choices=("min", "max")
@@ -58,6 +59,11 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, prefix="checkpoint.")
+
+    @property
+    def monitors(self) -> Sequence[str]:
+        """The names of the metric that decides; the first that is measured counts."""
+        return DEFAULT_MONITORS if self.monitor is None else (self.monitor,)
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from torch import nn
@@ -9,7 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from trainer import distributed
-from trainer.config import TrainerConfig
+from trainer.config import DEFAULT_MONITORS, TrainerConfig
 from trainer.data.plan import GlobalBatchPlan, ceil_div
 from trainer.messages import counted, listed
 from trainer.task import TaskModule
@@ -47,6 +48,17 @@ def note_untrained(task: TaskModule, step: int) -> None:
         print(
             f"note: nothing was trained in the first {step} steps: loss returned None (a forgotten "
             "return?) or weight 0 for every micro-batch"
+        )
+
+
+def note_no_monitor(metrics: Iterable[str]) -> None:
+    """Print that `best` is the last checkpoint, if one of ``metrics`` could have chosen it."""
+    names = sorted(name for name in metrics if name.startswith("val"))
+    if names:
+        print(
+            f"note: no {DEFAULT_MONITORS[0]} was measured, so the last checkpoint is the best; "
+            f"checkpoint.monitor=<name> chooses by {listed(names)}",
+            flush=True,
         )
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _SHOWN = ("run", "state", "step", "epoch", "world_size", "time_s")
 _HEADS = {"world_size": "ranks", "time_s": "time"}
 _GAP = 2  # between two columns
+_NO_RUN = "no run in it"
 _WIDE = 10_000  # where no terminal cuts lines
 
 
@@ -38,16 +39,17 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Summary], dict[Path, str]]:
         if not folder.is_dir():
             raise ValueError(f"there is no folder {folder}; give that of a run, or of several")
         found, others = find_runs(folder)
-        left_out |= dict.fromkeys(others, "no run in it")
+        left_out |= dict.fromkeys(others, _NO_RUN)
         for path in found:
             try:
                 runs.append(read_summary(path))
             except (ValueError, OSError) as error:
                 left_out[path] = str(error)
     if not runs:
+        reasons = dict.fromkeys(why for why in left_out.values() if why != _NO_RUN)
         raise ValueError(
             f"there is no run in {listed(map(str, folders))}: no folder with a run.json, a "
-            "metrics.jsonl or checkpoints" + "".join(f"; {why}" for why in left_out.values())
+            "metrics.jsonl or checkpoints" + "".join(f"; {why}" for why in reasons)
         )
     return runs, left_out
 

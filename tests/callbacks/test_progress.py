@@ -172,15 +172,19 @@ def test_what_it_says_at_the_end(make_run: Callable[..., Run], capsys: Output) -
         "val/loss": 0.25,
         "val/accuracy": 0.9,
         "test/accuracy": 0.875,
+        "train_acc": 0.75,
     }
     run.last_checkpoint, run.best_checkpoint = Path("c/step-00000080"), Path("c/step-00000040")
     run.request_stop("val/loss has not improved")
     bar.on_fit_end(run)
     out = capsys.readouterr().out
     lines = [line.split() for line in out.splitlines()]
-    assert lines[0] == ["train", "val", "test"]
+    assert lines[0] == ["train", "val", "test", "logged"]
     assert lines[1] == ["loss", "0.5", "0.25"]
     assert lines[2] == ["accuracy", "0.9", "0.875"]
+    assert lines[3] == ["train_acc", "0.75"]
+    assert out.splitlines()[3].endswith(" 0.75")
+    assert len(out.splitlines()[3]) == len(out.splitlines()[0])
     assert out.splitlines()[2].index("0.9") > out.splitlines()[1].index("0.5")
     assert "80 steps, 2 epochs" in out
     assert "stopped: val/loss has not improved" in out

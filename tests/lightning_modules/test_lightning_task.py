@@ -655,3 +655,36 @@ def test_the_module_in_the_page_trains(tmp_path: Path, monkeypatch: pytest.Monke
     found: dict[str, Any] = {}
     exec(program, found)
     assert {"train_loss_step", "train_loss_epoch", "val_loss"} <= found["result"].metrics.keys()
+
+
+class Worse(Regression):
+    """Logs a value of validation that rises from epoch to epoch."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log(self.name, float(self.current_epoch))
+
+
+@pytest.mark.parametrize(
+    ("name", "best", "note"),
+    [
+        ("val_loss", "step-00000005", ""),
+        (
+            "val_error",
+            "step-00000010",
+            "note: no val/loss was measured, so the last checkpoint is the best; "
+            "checkpoint.monitor=<name> chooses by val_error\n",
+        ),
+    ],
+)
+def test_the_best_checkpoint_is_that_of_val_loss(
+    name: str, best: str, note: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = trainer(tmp_path, max_epochs=2).fit(Worse(name), **loaders())
+    assert result.best_checkpoint.name == best
+    told = capsys.readouterr().out
+    assert note in told
+    assert ("note: no val/loss" in told) == bool(note)

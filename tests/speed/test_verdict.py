@@ -87,7 +87,10 @@ def test_too_little_to_tell(make_run: Callable[..., Run]) -> None:
         ({Phase.EVALUATION_LOADING: 1.0, Phase.VALIDATION: 1.0}, "evaluation: 67 %"),
         ({Phase.EPOCH_START: 1.0}, "starting epochs: 50 %"),
         ({Phase.SAVING: 1.0}, "saving: 50 %"),
-        ({Phase.BACKWARD: 2.0, Phase.SAVING: 1.0}, "steps right after something else: 50 %"),
+        (
+            {Phase.BACKWARD: 2.0, Phase.SAVING: 1.0},
+            "first steps after a log event, validation or save: 50 %",
+        ),
         ({Phase.SAVING: 0.26}, "saving: 21 %"),
         ({Phase.SAVING: 0.24}, "compute: 85 %"),
         # A device is waited for while logging.

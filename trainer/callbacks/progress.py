@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 SPEED_WINDOW_S = 10.0
+_SPLITS = ("train", "val", "test")
+_NO_SPLIT = "logged"  # the column of what a LightningModule logs, under names of its own
 EVALUATING = {"val": "validating", "test": "testing"}
 
 
@@ -186,22 +188,29 @@ def _summary(run: Run, seconds: float, limit: str | None) -> str:
 
 
 def _table(metrics: Mapping[str, float]) -> list[str]:
-    """Lay the metrics out: one row per name, one column per split."""
+    """Lay the metrics out: one row per name, one column per split, and one for those of none."""
     cells: dict[str, dict[str, str]] = {}
-    splits: list[str] = []
-    for split in ("train", "val", "test"):
+    splits = []
+    for split in (*_SPLITS, _NO_SPLIT):
         for full_name, value in metrics.items():
-            if full_name.startswith(f"{split}/") and not full_name.startswith("train/lr"):
-                cells.setdefault(full_name.removeprefix(f"{split}/"), {})[split] = _number(value)
+            begin, name = _split_and_name(full_name)
+            if begin == split and not full_name.startswith("train/lr"):
+                cells.setdefault(name, {})[split] = _number(value)
                 splits += [split] if split not in splits else []
-    width = max(map(len, cells), default=0)
+    if not cells:
+        return []
+    width = max(map(len, cells))
     rows = [
-        ["", *splits],
-        *([name, *(row.get(s, "") for s in splits)] for name, row in cells.items()),
+        ("", splits),
+        *((name, [row.get(s, "") for s in splits]) for name, row in cells.items()),
     ]
-    return (
-        [f"{r[0]:<{width}}" + "".join(f"  {c:>10}" for c in r[1:]) for r in rows] if cells else []
-    )
+    lines = (f"{name:<{width}}" + "".join(f"  {c:>10}" for c in row) for name, row in rows)
+    return [line.rstrip() for line in lines]
+
+
+def _split_and_name(full_name: str) -> tuple[str, str]:
+    split, _, name = full_name.partition("/")
+    return (split, name) if split in (*_SPLITS, "perf") else (_NO_SPLIT, full_name)
 
 
 def _aligned(rows: Mapping[str, str]) -> str:

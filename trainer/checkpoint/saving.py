@@ -38,6 +38,7 @@ from trainer.launching.rank import in_child
 from trainer.lock import locked
 from trainer.logbook import NotFiniteError
 from trainer.messages import listed
+from trainer.notes import note_no_monitor
 from trainer.optimizing.turns import Turn
 from trainer.optimizing.weight_average import WeightAverage
 from trainer.run import Run
@@ -81,6 +82,7 @@ class Saver:
         """
         self._session = session
         self._config = session.config
+        self._monitors = session.config.checkpoint.monitors
         self._view = view
         self._turns = turns
         self._average = average
@@ -195,7 +197,7 @@ class Saver:
                     state=state,
                     config=self._run_config,
                     world_size=distributed.world_size(),
-                    metric=self._view.measured_now(self._config.checkpoint.monitor or "val/loss"),
+                    metric=self._monitored(),
                 )
             )
         self._refuse_slip()  # now that the work is saved
@@ -206,10 +208,12 @@ class Saver:
         return self._writer is not None and self._writer.failed
 
     def check_monitor(self) -> None:
-        """At the end, refuse a ``checkpoint.monitor`` that was never measured."""
-        monitor = self._config.checkpoint.monitor
-        if self._writer is not None and monitor is not None and monitor not in self._view.metrics:
-            self._explain_monitor(monitor)
+        """At the end, refuse a ``checkpoint.monitor`` that was never measured; note its lack."""
+        if self._writer is None or not self._view.metrics.keys().isdisjoint(self._monitors):
+            return
+        if self._config.checkpoint.monitor is not None:
+            self._explain_monitor(self._config.checkpoint.monitor)
+        note_no_monitor(self._view.metrics)
 
     def completed(self) -> list[Path]:
         """Return the checkpoints completed since the last call; raise the writer's error."""
@@ -224,6 +228,11 @@ class Saver:
         """Wait for the checkpoint that is being written."""
         if self._writer is not None:
             self._writer.close()
+
+    def _monitored(self) -> float | None:
+        """Return the metric that decides which checkpoint is the best, if it was just measured."""
+        measured = map(self._view.measured_now, self._monitors)
+        return next((value for value in measured if value is not None), None)
 
     def _load_other_weights(self) -> None:
         run = run_place(self._config, self._view.run_dir)
@@ -305,10 +314,11 @@ class Saver:
                 self._explain_monitor(monitor)
 
     def _explain_monitor(self, monitor: str) -> NoReturn:
+        names = sorted(n for n in self._view.metrics if not n.startswith(("perf/", "train/lr")))
         raise ValueError(
             f"checkpoint.monitor={monitor} is measured by nobody; there are: "
-            f"{', '.join(sorted(self._view.metrics)) or 'none'}. What was trained is saved: set it "
-            f"right, and go on with resume={run_place(self._config, self._view.run_dir)}"
+            f"{', '.join(names) or 'none'}. What was trained is saved: set it right, and go on "
+            f"with resume={run_place(self._config, self._view.run_dir)}"
         )
 
 

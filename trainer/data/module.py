@@ -121,8 +121,8 @@ def as_data_module(data: Any, **given: Any) -> DataModule:
             "validate(task, val=...), test(task, test=...) or predict(task, predict=...)"
         )
     raise ValueError(
-        f"data is a {type(data).__name__}; it must be a trainer.DataModule, or datasets by name: "
-        "fit(task, train=dataset, val=dataset)"
+        f"data is a {type(data).__name__}; it must be a trainer.DataModule (derive the class "
+        "from it), or datasets by name: fit(task, train=dataset, val=dataset)"
     )
 
 

@@ -107,7 +107,8 @@ def _node(key: str, node: Mapping[str, Any]) -> tuple[str, Rows]:
     """Describe the class of a node and the arguments that the node gives it."""
     module, _, name = str(node["_target_"]).rpartition(".")
     try:
-        doc = inspect.getdoc(getattr(import_module(module), name)) or ""
+        # Not getdoc: it would give the text of the class that this one is derived from.
+        doc = inspect.cleandoc(getattr(import_module(module), name).__doc__ or "")
     except (ImportError, AttributeError, ValueError):
         doc = ""
     meanings = dict(re.findall(r"^    (\w+): (.*(?:\n     .*)*)", doc, re.M))

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.checkpoint.manifest import CONFIG, FOLDER, read_manifest, step_folders
+from trainer.config import DEFAULT_MONITORS
 from trainer.lock import is_held
 from trainer.reporting import journal, run_file
 from trainer.reporting.record import CLOCKS, METRICS
 from trainer.reporting.run_file import is_amount, is_number
-
-DEFAULT_MONITOR = "val/loss"
 
 FACTS = (*CLOCKS, "total_steps", "world_size", "started", "task")
 _MARKS = (run_file.FILE, METRICS, journal.FILE, FOLDER)  # whoever has one of them may be a run
@@ -64,7 +63,8 @@ class Summary:
     @property
     def monitor(self) -> tuple[str, str]:
         """The metric that its best checkpoint is chosen by; whether ``min`` or ``max`` is best."""
-        name = str(self.config.get("trainer.checkpoint.monitor") or DEFAULT_MONITOR)
+        by_default = next((n for n in DEFAULT_MONITORS if n in self.values), DEFAULT_MONITORS[0])
+        name = str(self.config.get("trainer.checkpoint.monitor") or by_default)
         mode = self.config.get("trainer.checkpoint.mode")
         return name, mode if mode in ("min", "max") else "min"
 

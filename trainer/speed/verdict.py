@@ -93,7 +93,7 @@ class Verdict:
             tries.insert(0, "checkpoint.asynchronous=true")
         most = spent[what]
         if others > most:  # first batches, and waits for the rank that did the most
-            what, most = "steps right after something else", others
+            what, most = "first steps after a log event, validation or save", others
             tries = ["logging, validating and saving less often"]
         share, rest = _percent(most / total), _percent(steps / total)
         return _try(f"{what}: {share} of the time, ordinary steps {rest}", tries)
