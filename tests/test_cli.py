@@ -187,7 +187,7 @@ def test_the_experiments_compose(name: str) -> None:
         (["trainer.devices=four"], "devices='four' is not allowed; it must be a whole number"),
         (["trainer.devices=0"], "devices=0 is not allowed"),
         (["trainer.max_epochs=abc"], "max_epochs='abc' is a string; it must be a whole number"),
-        (["trainer.max_epochs=1.5"], "max_epochs=1.5 is a number with a fraction"),
+        (["trainer.max_epochs=1.5"], "max_epochs=1.5 is a floating-point number"),
         (["trainer.shuffle=3"], "shuffle=3 is a whole number; it must be true or false"),
         (["trainer.checkpoint.kep=4"], "'checkpoint.kep'; did you mean checkpoint.keep?"),
         (
@@ -202,6 +202,8 @@ def test_the_experiments_compose(name: str) -> None:
         (["trainer.resume=auto"], "set run_dir=<folder of the run to go on with>"),
         (["mdoe=test"], "there is no key 'mdoe' in the config; did you mean mode?"),
         (["devices=2"], "it is an option of the trainer: write trainer.devices."),
+        (["checkpoint.keep=2"], "it is an option of the trainer: write trainer.checkpoint.keep=2"),
+        (["trainer.devices=5000"], "it must be a whole number of at least 1 and at most 512 or a"),
         (["gpus=2"], "it is called devices here: set devices='2'"),
         (["task.widht=2"], "did you mean task.width? (+task.widht=... adds a key of your own)"),
         (["task.zzz=2", "task.yyy=3"], "there are: _target_, width."),
@@ -551,8 +553,8 @@ def test_a_mistake_is_one_line_and_leaves_no_folder(folder: str) -> None:
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr == (
-        "error: trainer: devices='four' is not allowed; it must be a whole number of at least 1 or "
-        "auto\n"
+        "error: trainer: devices='four' is not allowed; it must be a whole number of at least 1 "
+        "and at most 512 or auto\n"
     )
     assert sorted(os.listdir(Path(folder).parent)) == ["conf", "program.py"]
 

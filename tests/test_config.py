@@ -72,7 +72,7 @@ def test_accepted(given: dict[str, Any], kept: Any) -> None:
         ({"devices": [0, 1]}, "devices=2, and choose which ones with CUDA_VISIBLE_DEVICES"),
         ({"max_epochs": "1e3"}, "max_epochs='1e3' is a string; it must be a whole number"),
         ({"max_epochs": -1}, "max_epochs=null for no limit"),
-        ({"max_steps": 1e3}, "max_steps=1000.0 is a number with a fraction"),
+        ({"max_steps": 1e3}, "max_steps=1000.0 is a floating-point number"),
         ({"max_steps": True}, "max_steps=true is true or false"),
         ({"shuffle": 1}, "shuffle=1 is a whole number; it must be true or false"),
         ({"shuffle": None}, "shuffle=null is null (None)"),

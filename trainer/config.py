@@ -79,6 +79,7 @@ class TrainerConfig:
         1,
         "Ranks (processes) per machine; `auto`: all devices.",
         at_least=1,
+        at_most=512,
         choices=("auto",),
         section="Ranks",
     )

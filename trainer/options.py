@@ -190,7 +190,7 @@ def _kind(value: Any) -> str:
     names = {
         bool: "true or false",
         int: "a whole number",
-        float: "a number with a fraction",
+        float: "a floating-point number",
         str: "a string",
         type(None): "null (None)",
     }

@@ -304,12 +304,13 @@ def test_what_is_logged_is_what_lightning_logs(tmp_path: Path) -> None:
         ({"value": 1.0, "reduce_fx": "median"}, "reduce_fx=median"),
         ({"value": 1.0, "enable_graph": True}, "enable_graph"),
         ({"value": 1.0, "on_step": False}, "logs nothing"),
+        ({"name": 3, "value": 1.0}, r"self.log\(3, ...\): the name must be a string"),
     ],
 )
 def test_what_cannot_be_logged(tmp_path: Path, arguments: Any, message: str) -> None:
     class Wrong(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("x", **arguments)
+            self.log(**{"name": "x", **arguments})
             return super().training_step(batch, batch_idx)
 
     with pytest.raises(ValueError, match=message):

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.config import TrainerConfig
+from trainer.config import TrainerConfig, option_names
 from trainer.hydra.composition import (
     HYDRA_VERSION,
     OWN_OPTIONS,
@@ -222,6 +222,9 @@ def _explain(error: Exception, place: Place, overrides: list[str]) -> str:
     key = str(getattr(error.__cause__, "full_key", ""))
     culprit = [o for o in overrides if o.partition("=")[0] == key]
     if not culprit:
+        options = [o for o in overrides if o.partition("=")[0] in option_names()]
+        if options:
+            return f"{options[0]}: it is an option of the trainer: write trainer.{options[0]}"
         return str(error)
     others = [o for o in overrides if o not in culprit]
     try:

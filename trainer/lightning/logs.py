@@ -103,6 +103,8 @@ class Log:
             ValueError: For a value that cannot be logged, or where nothing can be logged.
         """
         task, call = self._task, f"self.log({name!r}, ...)"
+        if not isinstance(name, str):
+            raise ValueError(f"{call}: the name must be a string; write self.log('{name}', ...)")
         hook = task.calls.running
         place = self._place(hook, call)
         if hook is None or place is None:
